@@ -1,0 +1,176 @@
+# Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
+"""Configuration of a Carryover drafter. Self-contained: it is copied beside the weights by `save_pretrained`."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+
+def default_target_layer_ids(num_target_layers: int, num_features: int = 5) -> list[int]:
+    """
+    Evenly spaced target layers, from the second to the third last, as DFlash chooses them.
+
+    Args:
+        num_target_layers (`int`):
+            Number of decoder layers of the target.
+        num_features (`int`, *optional*, defaults to 5):
+            How many layers to tap. Fewer are returned when the target has fewer distinct candidates.
+
+    Returns:
+        `list[int]`: Increasing 0-based layer ids; id `k` means the output of decoder layer `k`.
+    """
+    first, last = min(1, num_target_layers - 1), max(num_target_layers - 3, min(1, num_target_layers - 1))
+    steps = max(num_features - 1, 1)
+    return sorted({round(first + (last - first) * i / steps) for i in range(num_features)})
+
+
+@strict
+class CarryoverConfig(PreTrainedConfig):
+    r"""
+    Configuration of a [`CarryoverDrafter`]: a DFlash block drafter (arXiv 2602.06036) that may read the target's
+    hidden states of the rejected rows of the round before (arXiv 2609.14717).
+
+    Args:
+        vocab_size (`int`, *optional*, defaults to 151936):
+            Vocabulary of the target. Embedding and output head are the target's and are never part of the drafter.
+        target_hidden_size (`int`, *optional*, defaults to `hidden_size`):
+            Hidden size of the target. When it differs from `hidden_size`, two linear maps join the widths.
+        num_target_layers (`int`, *optional*, defaults to 36):
+            Number of decoder layers of the target.
+        target_layer_ids (`list[int]`, *optional*):
+            Target layers whose outputs are the features. Id `k` is the output of decoder layer `k` (0-based), which
+            transformers calls `hidden_states[k + 1]`; for the last layer that entry is taken after the final norm.
+            Defaults to [`default_target_layer_ids`].
+        block_size (`int`, *optional*, defaults to 15):
+            Proposals per round, `B`. A block has `B + 1` rows: the anchor and `B` mask rows. (z-lab's DFlash counts
+            the anchor row in its `block_size`.)
+        mask_token_id (`int`, *optional*):
+            Token whose target embedding fills the mask rows. `None` gives the drafter a learned mask embedding.
+        carry (`bool`, *optional*, defaults to `True`):
+            Whether rejected rows are handed to the next round. `False` is the plain DFlash or Markov drafter.
+        markov_rank (`int`, *optional*, defaults to 0):
+            Rank `r` of the Markov head, `logits_k += W2 · W1[y_{k-1}]`. 0 samples every position independently.
+        draft_vocab_size (`int`, *optional*):
+            Size of a reduced draft vocabulary. The map is the buffer `d2t` (offsets: target id = draft id +
+            `d2t[draft id]`); its head rows are gathered from the target's head. `None` drafts over all tokens.
+        draft_sampling (`str`, *optional*, defaults to `"sample"`):
+            How proposals are drawn when the target samples: `"sample"` from the draft distribution, or `"argmax"`,
+            the likeliest token with a one-point draft distribution. Both are lossless.
+        layer_types (`list[str]`, *optional*):
+            `"full_attention"` or `"sliding_attention"` for each drafter layer. Defaults to full attention.
+        sliding_window (`int`, *optional*):
+            Window of the sliding layers, in positions: a query at `p` sees keys at positions above `p - window`.
+        rope_parameters (`dict`, *optional*):
+            RoPE parameters of the drafter, independent of the target's.
+
+    The other arguments (`hidden_size`, `intermediate_size`, `num_hidden_layers`, `num_attention_heads`,
+    `num_key_value_heads`, `head_dim`, `hidden_act`, `rms_norm_eps`, `attention_bias`, ...) are those of Qwen3.
+
+    Raises:
+        ValueError: If a value is out of range or two values contradict each other.
+
+    Example:
+
+    ```python
+    >>> from hf_carryover import CarryoverConfig, CarryoverDrafter
+
+    >>> config = CarryoverConfig(vocab_size=49152, hidden_size=576, num_target_layers=30, block_size=7)
+    >>> drafter = CarryoverDrafter(config)
+    ```
+    """
+
+    model_type = "carryover"
+    default_theta = 1000000.0
+
+    vocab_size: int = 151936
+    hidden_size: int = 2560
+    intermediate_size: int = 9728
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = 128
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict | None = None
+    attention_bias: bool = False
+    attention_dropout: float | int = 0.0
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+
+    target_hidden_size: int | None = None
+    num_target_layers: int = 36
+    target_layer_ids: list[int] | None = None
+    block_size: int = 15
+    mask_token_id: int | None = None
+    carry: bool = True
+    markov_rank: int = 0
+    draft_vocab_size: int | None = None
+    draft_sampling: str = "sample"
+
+    def __post_init__(self, **kwargs):
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        if self.target_layer_ids is None:
+            self.target_layer_ids = default_target_layer_ids(self.num_target_layers)
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        super().__post_init__(**kwargs)
+        self.check_values()
+
+    @property
+    def feature_size(self) -> int:
+        """Width of one row of target features, `len(target_layer_ids) * target_hidden_size`."""
+        return len(self.target_layer_ids) * self.target_hidden_size
+
+    @property
+    def output_vocab_size(self) -> int:
+        """Number of tokens the drafter can propose."""
+        return self.draft_vocab_size or self.vocab_size
+
+    def check_values(self) -> None:
+        """Raise a `ValueError` that names the first value which is out of range, and what was expected."""
+        for name in ("block_size", "vocab_size", "hidden_size", "num_hidden_layers", "target_hidden_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
+                f"({self.num_key_value_heads})."
+            )
+        ids = self.target_layer_ids
+        if not ids or any(not 0 <= k < self.num_target_layers for k in ids) or sorted(set(ids)) != list(ids):
+            raise ValueError(
+                f"`target_layer_ids` must be distinct increasing ids in 0 ... {self.num_target_layers - 1} "
+                f"(`num_target_layers` is {self.num_target_layers}), got {ids}. Id k is the output of decoder layer k."
+            )
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"`mask_token_id` must lie in 0 ... {self.vocab_size - 1}, got {self.mask_token_id}. Use an unused "
+                "token of the target, or `mask_token_id=None` for a learned mask embedding."
+            )
+        if self.markov_rank < 0:
+            raise ValueError(f"`markov_rank` must be 0 (no Markov head) or positive, got {self.markov_rank}.")
+        if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"`draft_vocab_size` must lie in 1 ... {self.vocab_size} (`vocab_size`), got {self.draft_vocab_size}."
+            )
+        if self.draft_sampling not in ("sample", "argmax"):
+            raise ValueError(f'`draft_sampling` must be "sample" or "argmax", got {self.draft_sampling!r}.')
+        unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
+        if unknown or len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                '`layer_types` needs "full_attention" or "sliding_attention" for each of the '
+                f"{self.num_hidden_layers} layers, got {self.layer_types}."
+            )
+        if "sliding_attention" in self.layer_types and (self.sliding_window is None or self.sliding_window < 1):
+            raise ValueError(
+                f"`sliding_window` must be positive when `layer_types` has sliding layers, got {self.sliding_window}."
+            )
+
+
+__all__ = ["CarryoverConfig", "default_target_layer_ids"]

@@ -1,0 +1,617 @@
+# Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
+"""
+Plain decoding, a control drafter and a carryover drafter, side by side on one target.
+
+Every prompt is answered by each system in turn (the order rotates from prompt to prompt, after one warm-up), greedily
+and streamed. Then come one table over all prompts and the check that all systems wrote the same tokens.
+
+What the columns mean:
+- **tok/s**: decoded tokens per second. Time runs from the first new token to the last, so prefill is left out, and the
+  first token with it.
+- **tau**: acceptance length, committed tokens / verification rounds, pooled over all rounds (the target's own token
+  counts, the prefill token does not).
+- **speedup**: plain decode time / assisted decode time for the same tokens. Should the outputs differ in length, it is
+  the ratio of the times per token.
+
+The default is float32, although bfloat16 decodes about 1.5 times as fast on a CPU. A verification pass over a block
+rounds differently from a pass over one token. In float32 these differences are around 1e-5 and the outputs have to be
+identical, token for token; in bfloat16 they are large enough to flip two nearly tied tokens, which
+[`compare_outputs`] can only explain afterwards.
+
+Command line: `python -m hf_carryover.demo --help`. The exit code is 0 when every output equals plain decoding up to
+near ties, 1 when one does not, 2 when the demo could not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+from . import __version__
+from .smollm2 import load_smollm2
+
+
+MODEL_CARDS = Path(__file__).resolve().parent.parent / "model_cards"
+DEFAULT_DRAFTERS = {
+    "control": MODEL_CARDS / "smollm2-135m-markov-control",
+    "carryover": MODEL_CARDS / "smollm2-135m-markov-carryover",
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PLAIN = "plain"
+WARM_UP_TOKENS = 8
+
+# Rounding alone moves a logit gap by up to this much in half precision (observed: 0 to 0.25; real defects: 0.6 and
+# more). In float32 no difference is excused.
+NEAR_TIE = 0.25
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """
+    Args:
+        name (`str`):
+            Shown in the output.
+        turns (`list[str]`):
+            User messages in order. Each is answered before the next one is sent.
+        tools (`list[dict]`, *optional*):
+            JSON schemas of the functions the model may call.
+    """
+
+    name: str
+    turns: list[str]
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass
+class Run:
+    """
+    One system's answer to one message, or several pooled by [`pool`].
+
+    Args:
+        tokens (`int`):
+            New tokens, the one from prefill included.
+        decoded (`int`):
+            New tokens without the one from prefill.
+        seconds (`float`):
+            Decode time in seconds, prefill excluded.
+        prefill (`float`):
+            Seconds from the call to the first new token.
+        token_ids (`list[int]`):
+            The new tokens.
+        rounds (`int`, *optional*, defaults to 0):
+            Verification rounds; 0 for plain decoding.
+        committed (`int`, *optional*, defaults to 0):
+            Tokens committed in these rounds.
+        carried (`int`, *optional*, defaults to 0):
+            Rows carried into these rounds, summed.
+        draft (`float`, *optional*, defaults to 0.0):
+            Seconds spent drafting.
+    """
+
+    tokens: int
+    decoded: int
+    seconds: float
+    prefill: float
+    token_ids: list[int] = field(default_factory=list)
+    rounds: int = 0
+    committed: int = 0
+    carried: int = 0
+    draft: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.decoded / self.seconds if self.decoded and self.seconds > 0 else math.nan
+
+    @property
+    def tau(self) -> float:
+        return self.committed / self.rounds if self.rounds else math.nan
+
+    def speedup_over(self, plain: Run) -> float:
+        """Plain's seconds per decoded token over this run's; the ratio of decode times when both wrote the same."""
+        return self.tokens_per_second / plain.tokens_per_second
+
+
+@dataclass(frozen=True)
+class Difference:
+    """
+    Where an output leaves plain decoding.
+
+    Args:
+        position (`int`):
+            Index of the first differing new token (0-based).
+        margin (`float` or `None`):
+            The target's top-1 minus top-2 logit there; `None` where one output only ended earlier.
+        near_tie (`bool`):
+            Whether rounding explains it.
+    """
+
+    position: int
+    margin: float | None
+    near_tie: bool
+
+
+@dataclass
+class Comparison:
+    """All systems on one message. `label` names prompt and turn, `runs` and `differences` are by system."""
+
+    label: str
+    runs: dict[str, Run]
+    differences: dict[str, Difference]
+
+
+class StreamPrinter(TextStreamer):
+    """
+    Prints new text indented as it comes, and notes when the first new token arrived.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Turns tokens into text.
+        echo (`bool`, *optional*, defaults to `True`):
+            Whether to print at all; the clock runs either way.
+    """
+
+    indent = "    "
+
+    def __init__(self, tokenizer: Any, echo: bool = True):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.echo = echo
+        self.first_token_at: float | None = None
+        self._line_start = True
+
+    def put(self, value: torch.Tensor) -> None:
+        # The first call brings the prompt.
+        if not self.next_tokens_are_prompt and self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if not self.echo:
+            return
+        for piece in text.splitlines(keepends=True):
+            print((self.indent if self._line_start else "") + piece, end="", flush=True)
+            self._line_start = piece.endswith("\n")
+        if stream_end and not self._line_start:
+            print(flush=True)
+            self._line_start = True
+
+
+def load_prompts(path: str | os.PathLike[str] | None = None) -> list[Prompt]:
+    """
+    Args:
+        path (`str` or `os.PathLike`, *optional*):
+            A file with one JSON object a line: `turns` (list of user messages), optionally `id` and `tools` (list of
+            function schemas). Defaults to the prompts that come with the package.
+
+    Returns:
+        `list[Prompt]`: The prompts in file order.
+    """
+    source = resources.files(__package__) / "demo_prompts.jsonl" if path is None else Path(path)
+    prompts = []
+    for number, line in enumerate(source.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        where = f"{source}, line {number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where} is not JSON: {error}") from error
+        turns = record.get("turns") if isinstance(record, dict) else None
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+            raise ValueError(f"{where} needs `turns`, a non-empty list of user messages, got {turns!r}.")
+        prompts.append(Prompt(str(record.get("id", f"prompt-{number}")), turns, record.get("tools")))
+    if not prompts:
+        raise ValueError(f"{source} holds no prompts.")
+    return prompts
+
+
+def encode(tokenizer: Any, messages: list[dict[str, str]], tools: list[dict[str, Any]] | None, device: Any) -> Any:
+    """
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The target's tokenizer, with its chat template.
+        messages (`list[dict[str, str]]`):
+            The conversation, ending with a user message.
+        tools (`list[dict]` or `None`):
+            Function schemas. A chat template without a place for them gets them in the system message.
+        device (`torch.device`):
+            Where the tensors go.
+
+    Returns:
+        [`~transformers.BatchEncoding`]: `input_ids` and `attention_mask`, of shape `(1, sequence_length)`.
+    """
+    if tools and "tools" not in (tokenizer.chat_template or ""):
+        listing = "\n".join(json.dumps(tool) for tool in tools)
+        system = f"You can call these functions. Answer with one call as JSON, with name and arguments.\n{listing}"
+        messages, tools = [{"role": "system", "content": system}, *messages], None
+    return tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    ).to(device)
+
+
+def answer(
+    model: Any, tokenizer: Any, inputs: Any, drafter: Any = None, max_new_tokens: int = 64, echo: bool = True
+) -> Run:
+    """
+    Generates greedily, with or without a drafter, and measures it.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The target.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Its tokenizer.
+        inputs (`dict[str, torch.Tensor]`):
+            `input_ids` and `attention_mask` of one prompt.
+        drafter ([`CarryoverDrafter`], *optional*):
+            The assistant; `None` is plain decoding.
+        max_new_tokens (`int`, *optional*, defaults to 64):
+            Length limit in tokens.
+        echo (`bool`, *optional*, defaults to `True`):
+            Whether to print the text as it comes.
+
+    Returns:
+        [`Run`]: Tokens, times and the drafter's counts.
+    """
+    streamer = StreamPrinter(tokenizer, echo)
+    assisted = {} if drafter is None else {"assistant_model": drafter}
+    start = time.perf_counter()
+    output = model.generate(**inputs, **assisted, do_sample=False, max_new_tokens=max_new_tokens, streamer=streamer)
+    end = time.perf_counter()
+
+    token_ids = output[0, inputs["input_ids"].shape[1] :].tolist()
+    first = streamer.first_token_at or end
+    run = Run(len(token_ids), max(len(token_ids) - 1, 0), end - first, first - start, token_ids)
+    if drafter is not None:
+        report = drafter.last_report
+        run.rounds, run.committed, run.carried = report.rounds, sum(report.committed), sum(report.carried)
+        run.draft = report.draft_ms / 1000
+    return run
+
+
+def pool(runs: Sequence[Run]) -> Run:
+    """
+    Args:
+        runs (`Sequence[Run]`):
+            Runs of one system.
+
+    Returns:
+        [`Run`]: Their sums, so that every rate computed from it is micro-averaged. Without `token_ids`.
+    """
+    names = ("tokens", "decoded", "seconds", "prefill", "rounds", "committed", "carried", "draft")
+    return Run(**{name: sum(getattr(run, name) for run in runs) for name in names})
+
+
+@torch.no_grad()
+def compare_outputs(model: Any, input_ids: torch.Tensor, plain: list[int], other: list[int]) -> Difference | None:
+    """
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The target.
+        input_ids (`torch.LongTensor` of shape `(1, prompt_length)`):
+            The prompt.
+        plain (`list[int]`):
+            New tokens of plain decoding.
+        other (`list[int]`):
+            New tokens of another system.
+
+    Returns:
+        [`Difference`], *optional*: `None` if both are equal, else the first difference. It counts as a near tie in
+        half precision only, when both the runner-up and the token the other system chose are within `NEAR_TIE` of the
+        target's best logit.
+    """
+    if plain == other:
+        return None
+    shared = min(len(plain), len(other))
+    position = next((i for i in range(shared) if plain[i] != other[i]), shared)
+    if position == shared:
+        return Difference(position, None, False)
+    prefix = torch.tensor([plain[:position]], dtype=input_ids.dtype, device=input_ids.device)
+    logits = model(input_ids=torch.cat([input_ids, prefix], dim=1), use_cache=False).logits[0, -1]
+    best, second = logits.float().topk(2).values.tolist()
+    furthest = max(best - float(logits[token]) for token in (plain[position], other[position]))
+    near_tie = model.dtype != torch.float32 and best - second < NEAR_TIE and furthest < NEAR_TIE
+    return Difference(position, best - second, near_tie)
+
+
+def compare_systems(
+    model: Any, tokenizer: Any, drafters: dict[str, Any], prompts: list[Prompt], max_new_tokens: int, echo: bool = True
+) -> list[Comparison]:
+    """
+    Answers every message with every system, in an order that rotates from message to message.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The target.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Its tokenizer.
+        drafters (`dict[str, CarryoverDrafter]`):
+            The drafters by name. Plain decoding is added.
+        prompts (`list[Prompt]`):
+            What to answer. In a conversation the earlier answers are those of plain decoding, so all systems see the
+            same prompt.
+        max_new_tokens (`int`):
+            Length limit of each answer, in tokens.
+        echo (`bool`, *optional*, defaults to `True`):
+            Whether to print answers and results as they come.
+
+    Returns:
+        `list[Comparison]`: One for each user message.
+    """
+    systems: dict[str, Any] = {PLAIN: None, **drafters}
+    order = list(systems)
+    comparisons: list[Comparison] = []
+    for prompt in prompts:
+        messages: list[dict[str, str]] = []
+        for turn, message in enumerate(prompt.turns, start=1):
+            messages.append({"role": "user", "content": message})
+            label = prompt.name if len(prompt.turns) == 1 else f"{prompt.name} {turn}/{len(prompt.turns)}"
+            inputs = encode(tokenizer, messages, prompt.tools, model.device)
+            if echo:
+                print(f"\n=== {label}: {shorten(message)}", flush=True)
+            shift = len(comparisons) % len(order)
+            runs = {}
+            for name in order[shift:] + order[:shift]:
+                if echo:
+                    print(f"  [{name}]", flush=True)
+                runs[name] = answer(model, tokenizer, inputs, systems[name], max_new_tokens, echo)
+            comparisons.append(judge(model, inputs["input_ids"], label, {name: runs[name] for name in order}))
+            if echo:
+                print_result(comparisons[-1])
+            text = tokenizer.decode(runs[PLAIN].token_ids, skip_special_tokens=True)
+            messages.append({"role": "assistant", "content": text})
+    return comparisons
+
+
+def judge(model: Any, input_ids: torch.Tensor, label: str, runs: dict[str, Run]) -> Comparison:
+    """Compares each run with plain decoding of the same prompt. Returns the [`Comparison`]."""
+    plain = runs[PLAIN].token_ids
+    found = {name: compare_outputs(model, input_ids, plain, run.token_ids) for name, run in runs.items()}
+    return Comparison(label, runs, {name: difference for name, difference in found.items() if difference is not None})
+
+
+def print_result(comparison: Comparison) -> None:
+    """Prints one line for each system: tokens, rate, tau, rounds, carried rows and speedup."""
+    width = max(map(len, comparison.runs))
+    for name, run in comparison.runs.items():
+        line = f"  {name:<{width}}  {run.tokens:3d} tokens  {number(run.tokens_per_second)} tok/s"
+        if name != PLAIN:
+            rows = run.carried / run.rounds if run.rounds else 0.0
+            line += f"  tau {number(run.tau, 2)} ({run.rounds} rounds, {rows:.1f} rows carried into each)"
+            line += f"  {number(run.speedup_over(comparison.runs[PLAIN]), 2)}x plain"
+        print(line, flush=True)
+
+
+def table(comparisons: list[Comparison]) -> str:
+    """
+    Args:
+        comparisons (`list[Comparison]`):
+            What [`compare_systems`] returned.
+
+    Returns:
+        `str`: One row a message and one for all of them, pooled.
+    """
+    names = list(comparisons[0].runs)
+    rows = [(comparison.label, comparison.runs) for comparison in comparisons]
+    rows.append(("all", {name: pool([comparison.runs[name] for comparison in comparisons]) for name in names}))
+    header = ["prompt", "tokens", "plain tok/s"]
+    for name in names[1:]:
+        header += [f"{name} tok/s", "tau", "speedup"]
+    cells = [header]
+    for label, runs in rows:
+        row = [label, str(runs[PLAIN].tokens), number(runs[PLAIN].tokens_per_second)]
+        for name in names[1:]:
+            run = runs[name]
+            row += [number(run.tokens_per_second), number(run.tau, 2), number(run.speedup_over(runs[PLAIN]), 2) + "x"]
+        cells.append(row)
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = []
+    for label, *values in cells:
+        padded = [value.rjust(width) for value, width in zip(values, widths[1:])]
+        lines.append("  ".join([label.ljust(widths[0]), *padded]))
+    rule = "-" * len(lines[0])
+    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+
+def gains(comparisons: list[Comparison]) -> str:
+    """
+    Args:
+        comparisons (`list[Comparison]`):
+            What [`compare_systems`] returned.
+
+    Returns:
+        `str`: What the last drafter gains over the first (`carryover` over `control`) in tau and speed, and its share
+        of drafting. Empty with fewer than two drafters.
+    """
+    names = list(comparisons[0].runs)[1:]
+    if len(names) < 2:
+        return ""
+    base, best = (pool([comparison.runs[name] for comparison in comparisons]) for name in (names[0], names[-1]))
+    drafting = best.draft / best.seconds if best.seconds else math.nan
+    return (
+        f"{names[-1]} against {names[0]}: tau {number(100 * (best.tau / base.tau - 1), 1, '+')} %, "
+        f"decoding speed {number(100 * (best.speedup_over(base) - 1), 1, '+')} %. "
+        f"Drafting took {number(100 * drafting, 0)} % of its decode time."
+    )
+
+
+def verdict(comparisons: list[Comparison], dtype: str) -> tuple[str, bool]:
+    """
+    Args:
+        comparisons (`list[Comparison]`):
+            What [`compare_systems`] returned.
+        dtype (`str`):
+            Name of the target's dtype.
+
+    Returns:
+        `tuple[str, bool]`: The closing lines, and whether every output equals plain decoding up to near ties.
+    """
+    outputs = [(c.label, name, c.differences.get(name)) for c in comparisons for name in c.runs if name != PLAIN]
+    differing = [(label, name, difference) for label, name, difference in outputs if difference is not None]
+    tokens = sum(comparison.runs[PLAIN].tokens for comparison in comparisons)
+    if not differing:
+        head = f"OK: all {len(outputs)} assisted outputs are identical to plain decoding"
+        return f"{head} ({tokens} tokens, {dtype}).", True
+    lines = []
+    for label, name, difference in differing:
+        if difference.margin is None:
+            reason = "one output ends there, the other goes on: NOT a near tie"
+        else:
+            kind = "a near tie" if difference.near_tie else "NOT a near tie"
+            reason = f"the target's top-1 minus top-2 logit is {difference.margin:.4f} there: {kind}"
+        lines.append(f"  {label}, {name}: first difference at new token {difference.position}; {reason}")
+    passed = all(difference.near_tie for _, _, difference in differing)
+    head = "OK, up to near ties" if passed else "FAILED"
+    same = len(outputs) - len(differing)
+    return "\n".join([*lines, f"{head}: {same} of {len(outputs)} assisted outputs are identical ({dtype})."]), passed
+
+
+def environment(model: Any) -> str:
+    """
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The target.
+
+    Returns:
+        `str`: Versions, device, dtype, cores and threads, in one line.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
+    return (
+        f"hf_carryover {__version__}, transformers {transformers.__version__}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}, {device} {dtype_name(model.dtype)}, "
+        f"{cores} cores, {torch.get_num_threads()} threads"
+    )
+
+
+def number(value: float, digits: int = 1, sign: str = "") -> str:
+    """A number with `digits` decimals, or a dash where there is nothing to divide."""
+    return "-" if math.isnan(value) else f"{value:{sign}.{digits}f}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` to `"float32"`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def shorten(text: str, width: int = 88) -> str:
+    """The text on one line, cut to `width` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 4].rstrip() + " ..."
+
+
+def load_target(folder: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
+    """
+    Args:
+        folder (`str`, *optional*):
+            A causal language model with its tokenizer, by default SmolLM2-135M-Instruct ([`load_smollm2`]).
+        dtype (`torch.dtype`):
+            Its dtype.
+
+    Returns:
+        `tuple`: Model (on the GPU if there is one) and tokenizer.
+    """
+    if folder is None:
+        print("Loading SmolLM2-135M-Instruct (the first time: 93 MB to download, half a minute to convert) ...")
+        model, tokenizer = load_smollm2(dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+
+
+def load_drafter(name: str, folder: str | os.PathLike[str] | None, dtype: torch.dtype, device: Any) -> Any:
+    """
+    Args:
+        name (`str`):
+            `"carryover"` or `"control"`.
+        folder (`str` or `os.PathLike`, *optional*):
+            Its checkpoint, by default the one that ships in `model_cards`.
+        dtype (`torch.dtype`):
+            Its dtype.
+        device (`torch.device`):
+            Where it goes.
+
+    Returns:
+        [`CarryoverDrafter`]: Ready to be passed as `assistant_model`.
+    """
+    # Imported here: the checks of prompts and outputs above need no drafter.
+    from . import CarryoverDrafter
+
+    path = DEFAULT_DRAFTERS[name] if folder is None else Path(folder)
+    if not (path / "config.json").is_file():
+        option = "--drafter" if name == "carryover" else "--control"
+        raise FileNotFoundError(
+            f"No {name} drafter at {path}. Run the demo from a clone of the repository, which ships it, or name a "
+            f"checkpoint folder with {option}."
+        )
+    return CarryoverDrafter.from_pretrained(path, dtype=dtype).to(device).eval()
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m hf_carryover.demo", description=(__doc__ or "").split("\n")[1])
+    parser.add_argument("--target", metavar="DIR", help="target model (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--drafter", metavar="DIR", help="carryover drafter (default: the one in model_cards)")
+    parser.add_argument("--control", metavar="DIR", help="control drafter (default: the one in model_cards)")
+    parser.add_argument("--prompts", metavar="FILE.jsonl", help="one object with `turns` a line (default: bundled)")
+    parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="length of each answer")
+    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N prompts")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="default: float32")
+    parser.add_argument("--seed", type=int, help="shuffles the prompts before --limit (default: file order)")
+    return parser.parse_args(arguments)
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def choose(prompts: list[Prompt], limit: int | None, seed: int | None) -> list[Prompt]:
+    """The first `limit` prompts, after a shuffle if there is a `seed`."""
+    chosen = list(prompts)
+    if seed is not None:
+        random.Random(seed).shuffle(chosen)
+    return chosen[:limit]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    dtype = DTYPES[options.dtype]
+    try:
+        prompts = choose(load_prompts(options.prompts), options.limit, options.seed)
+        model, tokenizer = load_target(options.target, dtype)
+        folders = {"control": options.control, "carryover": options.drafter}
+        drafters = {name: load_drafter(name, folder, dtype, model.device) for name, folder in folders.items()}
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(environment(model))
+    count = sum(len(prompt.turns) for prompt in prompts)
+    print(f"{count} messages, up to {options.max_new_tokens} tokens each, greedy; plain, {', '.join(drafters)}")
+
+    warm_up = [Prompt("warm-up", ["Hello!"])]
+    compare_systems(model, tokenizer, drafters, warm_up, min(WARM_UP_TOKENS, options.max_new_tokens), echo=False)
+    comparisons = compare_systems(model, tokenizer, drafters, prompts, options.max_new_tokens)
+
+    closing, passed = verdict(comparisons, options.dtype)
+    print(f"\n{table(comparisons)}\n\n{gains(comparisons)}\n{closing}")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,327 @@
+# Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
+"""
+The candidate generator behind `model.generate(assistant_model=CarryoverDrafter)`.
+
+transformers' assisted decoding loop owns verification (greedy comparison, or rejection sampling with the `q` returned
+here), cutting at EOS and `max_length`, and the target's cache. This class drafts: it takes the target states of every
+verified row, accepted and rejected, commits the first and carries the second (arXiv 2609.14717, Algorithm 1).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+
+from .modeling_carryover import CarryoverCache, CarryoverDrafter
+from .target import TargetHead, gather_features, hidden_state_indices
+
+
+@dataclass
+class GenerationReport:
+    """
+    What happened in one `generate` call. One entry per verification round in every list; the prefill is no round.
+
+    Args:
+        proposed (`list[int]`): Proposals verified.
+        accepted (`list[int]`): Proposals accepted and committed, `m`.
+        committed (`list[int]`): Tokens committed, the target's own included; fewer when EOS or the limit cut a round.
+        carried (`list[int]`): Carried rows the round's draft could read.
+        draft_times, target_times (`list[float]`): Milliseconds for drafting with its bookkeeping, and for the target
+            with verification. Wall time on the host; on an accelerator kernels may be charged to the later part.
+        prefill_ms (`float`): Milliseconds of the target's first pass.
+    """
+
+    proposed: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
+    carried: list[int] = field(default_factory=list)
+    draft_times: list[float] = field(default_factory=list)
+    target_times: list[float] = field(default_factory=list)
+    prefill_ms: float = 0.0
+
+    @property
+    def rounds(self) -> int:
+        """Verification rounds."""
+        return len(self.committed)
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length τ: committed tokens / verification rounds, the prefill's token excluded."""
+        return sum(self.committed) / self.rounds if self.rounds else float("nan")
+
+    @property
+    def draft_ms(self) -> float:
+        """Milliseconds spent drafting, all rounds."""
+        return sum(self.draft_times)
+
+    @property
+    def target_ms(self) -> float:
+        """Milliseconds spent in the target and verification, all rounds, without the prefill."""
+        return sum(self.target_times)
+
+    @property
+    def acceptance(self) -> list[float]:
+        """
+        Per-position acceptance `α_k` = P(`y_k` accepted | `y_1 … y_{k-1}` accepted), for `k = 1 …`, over the rounds in
+        which `y_k` was judged: a proposal behind the cut of EOS or the length limit was not.
+        """
+        rates = []
+        for k in range(1, max(self.proposed, default=0) + 1):
+            judged = passed = 0
+            for proposed, accepted, committed in zip(self.proposed, self.accepted, self.committed, strict=True):
+                if proposed < k or accepted < k - 1 or committed < k:
+                    continue
+                judged += 1
+                passed += accepted >= k
+            rates.append(passed / judged if judged else float("nan"))
+        return rates
+
+    def __repr__(self) -> str:
+        if not self.rounds:
+            return "GenerationReport(no verification round)"
+        rates = ", ".join(f"{rate:.2f}" for rate in self.acceptance)
+        return (
+            f"GenerationReport(rounds={self.rounds}, tau={self.tau:.3f}, accepted={sum(self.accepted)}/"
+            f"{sum(self.proposed)}, acceptance=[{rates}], carried_per_round={sum(self.carried) / self.rounds:.2f}, "
+            f"draft={self.draft_ms:.1f} ms, target={self.target_ms:.1f} ms, prefill={self.prefill_ms:.1f} ms)"
+        )
+
+
+class CarryoverCandidateGenerator(CandidateGenerator):
+    """
+    Drafts a block per round from the target's states, the carried ones of the last round included.
+
+    Args:
+        target (`PreTrainedModel`): The target that generates.
+        drafter ([`CarryoverDrafter`]): The drafter; never moved, cast or otherwise changed.
+        generation_config (`GenerationConfig`): The prepared configuration of this call.
+        logits_processor (`LogitsProcessorList`): The target's processors; the draft goes through them too.
+        attention_mask (`torch.Tensor` of shape `(1, sequence_length)`, *optional*): Of the prompt.
+        stopping_criteria (`StoppingCriteriaList`, *optional*): Those of this call, see [`cut_at_stop`].
+    """
+
+    requires_model_outputs = True
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: CarryoverDrafter,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList | None = None,
+        attention_mask: torch.Tensor | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+    ):
+        self.drafter = drafter
+        self.head = TargetHead(target, drafter)
+        self.logits_processor = logits_processor or LogitsProcessorList()
+        self.do_sample = bool(generation_config.do_sample)
+        # Without an ensemble weight the greedy verifier compares tokens and needs no logits.
+        self.needs_logits = self.do_sample or generation_config.assistant_ensemble_weight is not None
+        self.max_length = generation_config.max_length
+        self.num_proposals = _proposals_per_round(drafter, generation_config)
+        self.attention_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
+        self.criteria = [
+            criterion
+            for criterion in stopping_criteria or []
+            # The loop cuts at the first two by itself, and the clock can't be asked about the future.
+            if not isinstance(criterion, (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria))
+        ]
+        # A user who asks for hidden states gets them all; otherwise only the tapped layers are kept.
+        layers = hidden_state_indices(drafter.config.target_layer_ids)
+        self.model_kwargs_overrides = {"output_hidden_states": generation_config.output_hidden_states or layers}
+        self.cache: CarryoverCache | None = None
+        self.columns = 0  # columns of `input_ids` whose states are committed
+        self.proposals: list[int] = []
+        self.report = GenerationReport()
+        drafter._reports[threading.get_ident()] = self.report
+        self._clock = time.perf_counter()
+
+    def get_candidates(
+        self,
+        input_ids: torch.LongTensor,
+        model_kwargs: dict | None = None,
+        model_outputs=None,
+        is_first_iteration: bool = False,
+        n_last_matches: int = 0,
+        **kwargs,
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """
+        Propose up to `block_size` tokens.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, sequence_length)`): Committed tokens; the last is the anchor.
+            model_outputs (`ModelOutput`, *optional*): The target's last pass, with the tapped hidden states.
+            is_first_iteration (`bool`, *optional*): The target has not run yet: nothing to draft from.
+
+        Returns:
+            `tuple[torch.LongTensor, torch.Tensor | None]`: `input_ids` followed by the proposals, and when the
+            target samples the logits of `q`, the distribution each proposal was drawn from, `(1, proposals, vocab)`.
+        """
+        self.proposals = []
+        if is_first_iteration or model_outputs is None:
+            self._clock = time.perf_counter()
+            return input_ids, None
+        start = time.perf_counter()
+        carried = self._absorb(input_ids, model_outputs)
+        limit = min(self.num_proposals, self.max_length - input_ids.shape[1] - 1)
+        candidates, logits = input_ids, None
+        if limit > 0:
+            candidates, logits = self._propose(input_ids, limit)
+            candidates, logits = self._cut_at_stop(input_ids, candidates, logits)
+            self.proposals = candidates[0, input_ids.shape[1] :].tolist()
+        self._clock = time.perf_counter()
+        self.report.carried.append(carried)
+        self.report.draft_times.append(1000 * (self._clock - start))
+        return candidates, logits if self.proposals else None
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Count the round. `num_matches` is what the loop committed less one, after EOS and the limit."""
+        elapsed = 1000 * (time.perf_counter() - self._clock)
+        if self.cache is None:
+            self.report.prefill_ms = elapsed
+            return
+        committed = input_ids[0, self.columns + 1 :].tolist()
+        accepted = 0
+        for proposal, token in zip(self.proposals, committed, strict=False):
+            if proposal != token:
+                break
+            accepted += 1
+        self.report.target_times.append(elapsed)
+        self.report.proposed.append(len(self.proposals))
+        self.report.accepted.append(accepted)
+        self.report.committed.append(len(committed))
+
+    def _absorb(self, input_ids: torch.LongTensor, model_outputs) -> int:
+        """Commit and carry the rows of the target's last pass; returns the number of carried rows."""
+        hidden_states = getattr(model_outputs, "hidden_states", None)
+        if hidden_states is None:
+            raise ValueError(
+                "The target returned no hidden states. A Carryover drafter needs a target whose forward supports "
+                "`output_hidden_states`."
+            )
+        drafter = self.drafter
+        features = gather_features(hidden_states, drafter.config.target_layer_ids, drafter.device)
+        committed = input_ids.shape[1] - 1 - self.columns
+        if self.cache is None:
+            features = self._start_cache(input_ids, features)
+            committed = features.shape[1]
+        self.columns = input_ids.shape[1] - 1
+        drafter.commit_window(self.cache, features, committed)
+        return self.cache.carried
+
+    def _start_cache(self, input_ids: torch.LongTensor, features: torch.Tensor) -> torch.Tensor:
+        """
+        Open the storage at the first target pass, over the last `rows` prompt columns (fewer than the prompt when the
+        target's cache was continued). Masked columns (left padding) have no place in the text: they are dropped, so
+        that a padded prompt drafts exactly as the bare one.
+        """
+        rows = features.shape[1]
+        unseen = input_ids.shape[1] - 1 - rows
+        if self.attention_mask is not None:
+            real = self.attention_mask[0].bool().to(features.device)
+            features = features[:, real[unseen : unseen + rows]]
+            unseen = int(real[:unseen].sum())
+        self.cache = CarryoverCache(
+            self.drafter.config,
+            dtype=self.drafter.fc.weight.dtype,
+            device=self.drafter.device,
+            first_position=unseen,
+            capacity=features.shape[1] + 8 * (self.drafter.config.block_size + 1),
+        )
+        return features
+
+    def _propose(self, input_ids: torch.LongTensor, limit: int) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """Draft a block and draw its first `limit` proposals."""
+        drafter, head = self.drafter, self.head
+        anchor = head.embed(input_ids[:, -1], drafter.device)
+        # The whole block runs, as in training; only the rows in use reach the head.
+        hidden = drafter.draft(self.cache, anchor, head.mask_embeds)[0, :limit]
+        with torch.no_grad():
+            base = drafter.logits(hidden.to(head.weight.device), head.weight, head.bias)
+        if self.needs_logits or self.logits_processor:
+            return self._draw_processed(input_ids, base.float())
+        return self._draw_argmax(input_ids, base)
+
+    @torch.no_grad()
+    def _draw_argmax(self, input_ids: torch.LongTensor, base: torch.Tensor):
+        """Greedy proposals when nothing changes the logits: `y_k = argmax(base_k + W2 · W1[y_{k-1}])`."""
+        markov, token_ids = self.drafter.markov_head, self.head.token_ids
+        if markov is None:
+            tokens = base.argmax(dim=-1)
+            tokens = tokens if token_ids is None else token_ids[tokens]
+        else:
+            drawn, previous = [], input_ids[0, -1:]
+            for row in base:
+                bias = markov(previous.to(self.drafter.device)).to(row.device)
+                token = (row + bias).argmax(dim=-1)
+                previous = token if token_ids is None else token_ids[token]
+                drawn.append(previous)
+            tokens = torch.cat(drawn)
+        return torch.cat([input_ids, tokens.unsqueeze(0).to(input_ids.device)], dim=1), None
+
+    @torch.no_grad()
+    def _draw_processed(self, input_ids: torch.LongTensor, base: torch.Tensor):
+        """
+        Proposals one by one through the target's processors, with the exact logits of `q`.
+
+        A position at which no token can be drawn (everything the draft vocabulary holds is forbidden, or the drafter
+        produced NaN) ends the block: fewer proposals are always lossless.
+        """
+        config, markov, token_ids = self.drafter.config, self.drafter.markov_head, self.head.token_ids
+        candidates, kept = input_ids, []
+        for row in base:
+            if markov is not None:
+                row = row + markov(candidates[0, -1].to(self.drafter.device)).to(row.device).float()
+            if token_ids is not None:
+                row = row.new_full((config.vocab_size,), float("-inf")).index_copy_(0, token_ids, row)
+            scores = row.unsqueeze(0).to(input_ids.device)
+            scores = self.logits_processor(candidates, scores).float()
+            q = torch.softmax(scores, dim=-1)
+            if not torch.isfinite(q.sum()):
+                break
+            if self.do_sample and config.draft_sampling == "sample":
+                token = torch.multinomial(q, num_samples=1)
+            else:
+                token = q.argmax(dim=-1, keepdim=True)
+                if self.do_sample:  # drawn from the one-point distribution: that is the q to verify with
+                    scores = torch.full_like(scores, float("-inf")).scatter_(1, token, 0.0)
+            candidates = torch.cat([candidates, token], dim=1)
+            kept.append(scores)
+        logits = torch.stack(kept, dim=1) if kept and self.needs_logits else None
+        return candidates, logits
+
+    def _cut_at_stop(self, input_ids: torch.LongTensor, candidates: torch.LongTensor, logits: torch.Tensor | None):
+        """
+        Cut the proposals in front of the first one at which a stopping criterion would fire.
+
+        The loop asks the criteria about the end of a committed block only. When the token that stops is never a
+        proposal, it can only be the last of its block, and the output ends exactly where plain decoding ends.
+        """
+        if not self.criteria:
+            return candidates, logits
+        start = input_ids.shape[1]
+        for end in range(start + 1, candidates.shape[1] + 1):
+            if any(bool(criterion(candidates[:, :end], None).any()) for criterion in self.criteria):
+                return candidates[:, : end - 1], None if logits is None else logits[:, : end - 1 - start]
+        return candidates, logits
+
+
+def _proposals_per_round(drafter: CarryoverDrafter, generation_config: GenerationConfig) -> int:
+    """`block_size`, or fewer when this call sets `num_assistant_tokens` (the library's default counts as unset)."""
+    block_size = drafter.config.block_size
+    wanted = generation_config.num_assistant_tokens
+    default = GenerationConfig._get_default_generation_params().get("num_assistant_tokens")
+    if wanted is None or wanted == default:
+        return block_size
+    if wanted < 1:
+        raise ValueError(f"`num_assistant_tokens` must be at least 1, got {wanted}.")
+    return min(block_size, int(wanted))
+
+
+__all__ = ["CarryoverCandidateGenerator", "GenerationReport"]

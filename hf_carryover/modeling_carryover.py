@@ -1,0 +1,562 @@
+# Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
+"""
+The Carryover drafter (arXiv 2609.14717) on a DFlash backbone (arXiv 2602.06036).
+
+Notation, used throughout the package:
+
+- `x_a` the anchor, the last committed token, at position `a`; its target states are not known yet;
+- `B` proposals per round, `y_1 … y_B`, for positions `a+1 … a+B`; a block has `B + 1` rows, anchor and `B` masks;
+- `h_0 … h_B` target features of the verified rows, row `j` at position `a+j`; `m` proposals are accepted;
+- `F(h) = hidden_norm(fc(h))` the fusion; `e` the carry embedding, the only parameter Carryover adds.
+
+One round. *Draft*: every block row attends, without a causal mask, to the committed keys (positions `< a`), the
+carried keys of the last round and the block itself. *Verify*: one target pass gives `h_0 … h_B`. *Commit*: rows
+`0 … m` become keys and values of `F(h_j)`. *Carry*: rows `m+1 … B` become keys and values of
+`hidden_norm(fc(h_j) + e)` at their own positions `a+j`; they replace the carried rows of the round before.
+
+The output never depends on the drafter: the target verifies every proposal, and carried rows live in the drafter's
+storage only. Embedding and output head are the target's; they are passed in and never saved.
+
+This file and `configuration_carryover.py` need transformers and torch alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+from transformers.utils import ModelOutput
+
+from .configuration_carryover import CarryoverConfig
+
+
+@dataclass
+class CarryoverDrafterOutput(ModelOutput):
+    """
+    Output of [`CarryoverDrafter`].
+
+    Args:
+        logits (`torch.Tensor` of shape `(num_blocks, block_size, output_vocab_size)`, *optional*):
+            Draft logits for positions `a+1 … a+B`, over the draft vocabulary; with `head_weight` only.
+        hidden_states (`torch.Tensor` of shape `(num_blocks, block_size, target_hidden_size)`):
+            Final states of the mask rows, the input of the target's head.
+    """
+
+    logits: torch.Tensor | None = None
+    hidden_states: torch.Tensor | None = None
+
+
+class CarryoverRotaryEmbedding(Qwen3RotaryEmbedding):
+    """Qwen3's rotary embedding, with `partial_rotary_factor` respected for the default type too."""
+
+    @staticmethod
+    def compute_default_rope_parameters(config: CarryoverConfig, **kwargs) -> tuple[torch.Tensor, float]:
+        """Inverse frequencies of shape `(rotary_dim / 2,)` and the attention factor, 1.0."""
+        dim = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        exponent = torch.arange(0, dim, 2, dtype=torch.float) / dim
+        return 1.0 / (config.rope_parameters["rope_theta"] ** exponent), 1.0
+
+
+def apply_rotary(states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotate the first `rotary_dim` dimensions of `states` `(batch, heads, rows, head_dim)`; the rest is kept."""
+    cos, sin = (part.unsqueeze(1) for part in position_embeddings)
+    rotary_dim = cos.shape[-1]
+    rotated, kept = states[..., :rotary_dim], states[..., rotary_dim:]
+    rotated = rotated * cos + rotate_half(rotated) * sin
+    return rotated if kept.shape[-1] == 0 else torch.cat([rotated, kept], dim=-1)
+
+
+class CarryoverCache:
+    """
+    Keys and values of one generation: committed rows, carried rows and the block, contiguous and in place.
+
+    Slot `s` of the first two kinds holds position `first_position + s`. A verified window is written in one slice at
+    slot `committed`: its accepted rows stay, its rejected rows are the carried rows, and the next window overwrites
+    them. The block follows. No more than `committed + 2 (B + 1)` slots are ever in use; the buffers grow by doubling.
+
+    Args:
+        config ([`CarryoverConfig`]): Configuration of the drafter.
+        dtype (`torch.dtype`), device (`torch.device`): Of the stored keys and values.
+        first_position (`int`, *optional*, defaults to 0):
+            Position of slot 0. Above 0 when the features of a prefix are unknown (a continued target cache).
+        capacity (`int`, *optional*, defaults to 256): Slots allocated at first.
+    """
+
+    def __init__(self, config, dtype: torch.dtype, device, first_position: int = 0, capacity: int = 256):
+        self.committed = 0
+        self.carried = 0
+        self.first_position = first_position
+        shape = (1, config.num_key_value_heads, capacity, config.head_dim)
+        layers = range(config.num_hidden_layers)
+        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
+        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
+
+    @property
+    def length(self) -> int:
+        """Slots that hold committed or carried rows."""
+        return self.committed + self.carried
+
+    @property
+    def capacity(self) -> int:
+        """Allocated slots per layer."""
+        return self.keys[0].shape[2]
+
+    def reserve(self, slots: int) -> None:
+        """Make room for `slots` slots; the contents are kept."""
+        if slots <= self.capacity:
+            return
+        extra = max(slots, 2 * self.capacity) - self.capacity
+        for buffers in (self.keys, self.values):
+            for i, old in enumerate(buffers):
+                new = old.new_empty((*old.shape[:2], old.shape[2] + extra, old.shape[3]))
+                new[:, :, : self.length] = old[:, :, : self.length]
+                buffers[i] = new
+
+    def write_window(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store a verified window `(1, kv_heads, rows, head_dim)` from slot `committed` on."""
+        rows = slice(self.committed, self.committed + key.shape[2])
+        self.keys[layer_idx][:, :, rows] = key
+        self.values[layer_idx][:, :, rows] = value
+
+    def extend(self, attention: "CarryoverAttention", key: torch.Tensor, value: torch.Tensor):
+        """Store the block behind the window; return all keys and values as views."""
+        end = self.length + key.shape[2]
+        keys, values = self.keys[attention.layer_idx], self.values[attention.layer_idx]
+        keys[:, :, self.length : end] = key
+        values[:, :, self.length : end] = value
+        return keys[:, :, :end], values[:, :, :end]
+
+
+class ParallelMemory:
+    """
+    What the blocks of many anchors see beside themselves, for training: recorded rows, and own carried rows.
+
+    Args:
+        context (`torch.Tensor` of shape `(num_sequences, length, hidden_size)`): Fused features `F(h)`.
+        context_rope (`tuple[torch.Tensor, torch.Tensor]`): Cosine and sine of the recorded positions.
+        sequence_index (`torch.LongTensor` of shape `(num_blocks,)`): The sequence of each block.
+        carried (`torch.Tensor` of shape `(num_blocks, num_carried, hidden_size)`, *optional*): Fused carried rows.
+        carried_rope (`tuple[torch.Tensor, torch.Tensor]`, *optional*): Cosine and sine of their positions.
+    """
+
+    def __init__(self, context, context_rope, sequence_index, carried=None, carried_rope=None):
+        self.context, self.context_rope, self.sequence_index = context, context_rope, sequence_index
+        self.carried, self.carried_rope = carried, carried_rope
+
+    def extend(self, attention: "CarryoverAttention", key: torch.Tensor, value: torch.Tensor):
+        """Keys and values `(num_blocks, kv_heads, length + num_carried + block rows, head_dim)`."""
+        parts = [tuple(x[self.sequence_index] for x in attention.project_kv(self.context, self.context_rope))]
+        if self.carried is not None:
+            parts.append(attention.project_kv(self.carried, self.carried_rope))
+        parts.append((key, value))
+        return torch.cat([k for k, _ in parts], dim=2), torch.cat([v for _, v in parts], dim=2)
+
+
+class CarryoverAttention(nn.Module):
+    """Qwen3 attention whose keys come from target features and the block; never causal inside the block."""
+
+    def __init__(self, config: CarryoverConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = False
+        self.heads_per_kv = config.num_attention_heads // config.num_key_value_heads
+        # Query heads that share a key head are folded into the query rows, so no backend has to repeat the keys.
+        self.num_key_value_groups = 1
+        q_size, kv_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def _heads(self, states: torch.Tensor) -> torch.Tensor:
+        return states.view(*states.shape[:-1], -1, self.head_dim)
+
+    def project_kv(self, states: torch.Tensor, rope) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (normed, rotated) and values `(batch, kv_heads, rows, head_dim)` of states `(batch, rows, hidden)`."""
+        value = self._heads(self.v_proj(states)).transpose(1, 2)
+        key = self.k_norm(self._heads(self.k_proj(states))).transpose(1, 2)
+        return apply_rotary(key, rope).to(value.dtype), value
+
+    def forward(self, hidden_states: torch.Tensor, rope, memory, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """
+        Args:
+            hidden_states (`torch.Tensor` of shape `(num_blocks, block_size + 1, hidden_size)`): The block rows.
+            rope (`tuple[torch.Tensor, torch.Tensor]`): Cosine and sine of the block positions.
+            memory ([`CarryoverCache`] or [`ParallelMemory`]): What the block sees beside itself.
+            attention_mask (`torch.Tensor` of shape `(num_blocks, 1, block_size + 1, keys)`, *optional*): Added to
+                the scores.
+        """
+        blocks, rows = hidden_states.shape[:2]
+        key, value = self.project_kv(hidden_states, rope)
+        query = self.q_norm(self._heads(self.q_proj(hidden_states))).transpose(1, 2)
+        query = apply_rotary(query, rope).to(value.dtype)
+        key, value = memory.extend(self, key, value)
+
+        query = query.reshape(blocks, -1, self.heads_per_kv * rows, self.head_dim)
+        if attention_mask is not None and self.heads_per_kv > 1:
+            attention_mask = attention_mask.repeat(1, 1, self.heads_per_kv, 1)
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, _ = attention(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+        )
+        # (blocks, groups * rows, kv_heads, head_dim) -> (blocks, rows, kv_heads * groups * head_dim)
+        output = output.view(blocks, self.heads_per_kv, rows, -1, self.head_dim).permute(0, 2, 3, 1, 4)
+        return self.o_proj(output.reshape(blocks, rows, -1))
+
+
+class CarryoverDecoderLayer(GradientCheckpointingLayer):
+    """Pre-norm Qwen3 layer around [`CarryoverAttention`]."""
+
+    def __init__(self, config: CarryoverConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = CarryoverAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states, rope, memory, attention_mask=None):
+        hidden_states = hidden_states + self.self_attn(
+            self.input_layernorm(hidden_states), rope, memory, attention_mask
+        )
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class MarkovHead(nn.Module):
+    """Low-rank bias from the previous token, `W2 · W1[y_{k-1}]` (DSpark, arXiv 2607.05147)."""
+
+    def __init__(self, config: CarryoverConfig):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.output_vocab_size, bias=False)
+
+    def forward(self, previous_ids: torch.LongTensor) -> torch.Tensor:
+        """Bias `(..., output_vocab_size)` for the successors of target tokens `previous_ids` `(...)`."""
+        return self.markov_w2(self.markov_w1(previous_ids))
+
+
+class CarryoverPreTrainedModel(PreTrainedModel):
+    """Weight initialisation and what the attention backends need to know."""
+
+    config_class = CarryoverConfig
+    base_model_prefix = "model"
+    main_input_name = "anchor_embeds"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["CarryoverDecoderLayer"]
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, MarkovHead):
+            init.zeros_(module.markov_w2.weight)  # a fresh Markov head changes nothing
+        elif isinstance(module, CarryoverDrafter):
+            if module.carry_embedding is not None:
+                init.zeros_(module.carry_embedding)
+            if module.mask_embedding is not None:
+                init.normal_(module.mask_embedding, mean=0.0, std=self.config.initializer_range)
+            if module.d2t is not None:
+                init.zeros_(module.d2t)
+                init.copy_(module.t2d, torch.arange(self.config.vocab_size) < self.config.draft_vocab_size)
+
+
+class CarryoverDrafter(CarryoverPreTrainedModel):
+    """
+    Block drafter for `model.generate(..., assistant_model=drafter)`.
+
+    Args:
+        config ([`CarryoverConfig`]): The configuration. With `carry=False` this is the plain DFlash drafter
+            (`markov_rank=0`) or the Markov drafter.
+
+    Attributes:
+        last_report ([`GenerationReport`]): Report of the calling thread's last `generate` with this drafter.
+
+    Example:
+
+    ```python
+    >>> drafter = CarryoverDrafter.from_pretrained("model_cards/smollm2-135m-markov-carryover")
+    >>> model.generate(**inputs, assistant_model=drafter, max_new_tokens=128)
+    >>> drafter.last_report
+    ```
+    """
+
+    is_carryover_drafter = True
+
+    def __init__(self, config: CarryoverConfig):
+        super().__init__(config)
+        d, d_target = config.hidden_size, config.target_hidden_size
+        self.fc = nn.Linear(config.feature_size, d, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(d, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(CarryoverDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(d, eps=config.rms_norm_eps)
+        self.rotary_emb = CarryoverRotaryEmbedding(config)
+        self.embed_proj = nn.Linear(d_target, d, bias=False) if d != d_target else None
+        self.head_proj = nn.Linear(d, d_target, bias=False) if d != d_target else None
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.carry_embedding = nn.Parameter(torch.zeros(d)) if config.carry else None
+        self.mask_embedding = nn.Parameter(torch.empty(d_target)) if config.mask_token_id is None else None
+        reduced = config.draft_vocab_size is not None
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if reduced else None)
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool) if reduced else None)
+        self._reports: dict[int, object] = {}
+        self.gradient_checkpointing = False
+        self.post_init()
+        _install_generation_hooks()
+
+    def get_input_embeddings(self):
+        """`None`: the embedding is the target's."""
+        return None
+
+    def get_output_embeddings(self):
+        """`None`: the head is the target's."""
+        return None
+
+    @property
+    def last_report(self):
+        """Report of the last `generate` of the calling thread, `None` before the first."""
+        import threading
+
+        return self._reports.get(threading.get_ident())
+
+    def draft_token_ids(self) -> torch.LongTensor | None:
+        """Target ids of the draft vocabulary, shape `(draft_vocab_size,)`; `None` when all tokens are drafted."""
+        return None if self.d2t is None else self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
+
+    def set_draft_vocabulary(self, token_ids: torch.LongTensor) -> None:
+        """
+        Set the reduced draft vocabulary.
+
+        Args:
+            token_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`): Increasing target ids.
+
+        Raises:
+            ValueError: If the number of ids is not `config.draft_vocab_size`, or they are not increasing target ids.
+        """
+        token_ids = torch.as_tensor(token_ids, dtype=torch.long, device=self.device)
+        expected = self.config.draft_vocab_size
+        if expected is None or token_ids.shape != (expected,):
+            raise ValueError(
+                f"Expected token ids of shape ({expected},) (`draft_vocab_size`), got {tuple(token_ids.shape)}."
+            )
+        if token_ids[0] < 0 or token_ids[-1] >= self.config.vocab_size or not bool((token_ids.diff() > 0).all()):
+            raise ValueError(
+                f"Draft token ids must increase within 0 ... {self.config.vocab_size - 1}, got {token_ids.tolist()[:8]} ..."
+            )
+        self.d2t.copy_(token_ids - torch.arange(expected, device=self.device))
+        self.t2d.zero_()
+        self.t2d[token_ids] = True
+
+    def fuse(self, features: torch.Tensor, carried: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        `hidden_norm(fc(h))`, and `hidden_norm(fc(h) + e)` where `carried`.
+
+        Args:
+            features (`torch.Tensor` of shape `(batch, rows, feature_size)`): Concatenated target layer outputs.
+            carried (`torch.BoolTensor`, broadcastable to `(batch, rows)`, *optional*): Rejected rows.
+
+        Returns:
+            `torch.Tensor` of shape `(batch, rows, hidden_size)`.
+        """
+        fused = self.fc(features.to(self.fc.weight.dtype))
+        if carried is not None and self.carry_embedding is not None:
+            fused = fused + carried.unsqueeze(-1).to(fused.dtype) * self.carry_embedding.to(fused.dtype)
+        return self.hidden_norm(fused)
+
+    def block_states(self, anchor_embeds: torch.Tensor, mask_embeds: torch.Tensor | None) -> torch.Tensor:
+        """Block input `[emb(x_a), mask, …, mask]`, `(num_blocks, B + 1, hidden)`, from anchors `(num_blocks, d_t)`."""
+        mask = self.mask_embedding if self.mask_embedding is not None else mask_embeds
+        if mask is None:
+            raise ValueError(
+                f"`mask_embeds` is required: the config names mask token {self.config.mask_token_id}, whose embedding "
+                "is the target's."
+            )
+        masks = mask.to(anchor_embeds.dtype).expand(anchor_embeds.shape[0], self.config.block_size, -1)
+        block = torch.cat([anchor_embeds.unsqueeze(1), masks], dim=1).to(self.fc.weight.dtype)
+        return block if self.embed_proj is None else self.embed_proj(block)
+
+    def run_layers(self, hidden_states: torch.Tensor, positions: torch.LongTensor, memory, masks: dict):
+        """All layers, the final norm and `head_proj`, over a block; returns the mask rows `(num_blocks, B, d_t)`."""
+        rope = self.rotary_emb(hidden_states, positions)
+        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
+            hidden_states = layer(hidden_states, rope, memory, masks[layer_type])
+        hidden_states = self.norm(hidden_states[:, 1:])
+        return hidden_states if self.head_proj is None else self.head_proj(hidden_states)
+
+    def _additive_masks(self, visible, query_positions, key_positions, dtype) -> dict[str, torch.Tensor | None]:
+        """
+        Additive masks per layer type from `visible` `(blocks, 1, keys)` or `None` (all), query positions
+        `(blocks, rows)` and key positions `(blocks, keys)`.
+        """
+        masks: dict[str, torch.Tensor | None] = {}
+        for layer_type in set(self.config.layer_types):
+            seen = visible
+            if layer_type == "sliding_attention":
+                near = key_positions.unsqueeze(1) > query_positions.unsqueeze(2) - self.config.sliding_window
+                seen = near if seen is None else near & seen
+            if seen is None:
+                masks[layer_type] = None
+                continue
+            seen = seen.expand(query_positions.shape[0], query_positions.shape[1], key_positions.shape[1])
+            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+            masks[layer_type] = mask.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
+        return masks
+
+    def forward(
+        self,
+        anchor_embeds: torch.Tensor | None = None,
+        anchor_positions: torch.LongTensor | None = None,
+        features: torch.Tensor | None = None,
+        sequence_index: torch.LongTensor | None = None,
+        carried_features: torch.Tensor | None = None,
+        carried_positions: torch.LongTensor | None = None,
+        carried_mask: torch.BoolTensor | None = None,
+        mask_embeds: torch.Tensor | None = None,
+        previous_ids: torch.LongTensor | None = None,
+        head_weight: torch.Tensor | None = None,
+        head_bias: torch.Tensor | None = None,
+        **kwargs,
+    ) -> CarryoverDrafterOutput:
+        """
+        Draft the blocks of many anchors of many recorded sequences at once (training, evaluation).
+
+        A block at anchor `a` sees recorded rows at positions `< a` of its own sequence, its own carried rows where
+        `carried_mask`, and itself; never another block.
+
+        Args:
+            anchor_embeds (`torch.Tensor` of shape `(num_blocks, target_hidden_size)`):
+                Target embeddings of the anchor tokens.
+            anchor_positions (`torch.LongTensor` of shape `(num_blocks,)`): Positions `a`.
+            features (`torch.Tensor` of shape `(num_sequences, length, feature_size)`):
+                Target features of the recorded sequences; rows behind a sequence's end are never seen.
+            sequence_index (`torch.LongTensor` of shape `(num_blocks,)`): The sequence of each block.
+            carried_features (`torch.Tensor` of shape `(num_blocks, num_carried, feature_size)`, *optional*):
+                Target features of rejected rows.
+            carried_positions (`torch.LongTensor` of shape `(num_blocks, num_carried)`, *optional*): Theirs.
+            carried_mask (`torch.BoolTensor` of shape `(num_blocks, num_carried)`, *optional*): Which exist.
+            mask_embeds (`torch.Tensor` of shape `(target_hidden_size,)`, *optional*):
+                Target embedding of `config.mask_token_id`.
+            previous_ids (`torch.LongTensor` of shape `(num_blocks, block_size)`, *optional*):
+                Tokens before each predicted position, `x_a … x_{a+B-1}`; needed for logits with a Markov head.
+            head_weight (`torch.Tensor` of shape `(output_vocab_size, target_hidden_size)`, *optional*):
+                Rows of the target's head. Without it no logits are returned.
+            head_bias (`torch.Tensor` of shape `(output_vocab_size,)`, *optional*): Of the target's head.
+
+        Returns:
+            [`CarryoverDrafterOutput`]
+        """
+        if anchor_embeds is None or features is None:
+            raise ValueError(
+                "A Carryover drafter drafts from target features, not from token ids. Use `import hf_carryover` and "
+                "`model.generate(..., assistant_model=drafter)`, or `CarryoverTrainer` to train it."
+            )
+        block = self.block_states(anchor_embeds, mask_embeds)
+        offsets = torch.arange(block.shape[1], device=block.device)
+        query_positions = anchor_positions.unsqueeze(1) + offsets
+        context_positions = torch.arange(features.shape[1], device=block.device).unsqueeze(0)
+        context = self.fuse(features)
+        memory = ParallelMemory(context, self.rotary_emb(context, context_positions), sequence_index)
+
+        key_positions = [context_positions.expand(block.shape[0], -1)]
+        visible = [context_positions < anchor_positions.unsqueeze(1)]
+        if carried_features is not None:
+            memory.carried = self.fuse(carried_features, torch.ones_like(carried_mask))
+            memory.carried_rope = self.rotary_emb(memory.carried, carried_positions)
+            key_positions.append(carried_positions)
+            visible.append(carried_mask)
+        key_positions.append(query_positions)
+        visible.append(torch.ones_like(query_positions, dtype=torch.bool))
+        masks = self._additive_masks(
+            torch.cat(visible, dim=1).unsqueeze(1), query_positions, torch.cat(key_positions, dim=1), block.dtype
+        )
+        hidden = self.run_layers(block, query_positions, memory, masks)
+        logits = None if head_weight is None else self.logits(hidden, head_weight, head_bias, previous_ids)
+        return CarryoverDrafterOutput(logits=logits, hidden_states=hidden)
+
+    def logits(self, hidden_states, head_weight, head_bias=None, previous_ids=None) -> torch.Tensor:
+        """
+        Draft logits of final states `(..., target_hidden_size)`: the target's head, and the Markov bias when
+        `previous_ids` `(...)` are given.
+        """
+        # A 2-D product: batched over more dimensions it falls off the fast path on CPU.
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1]).to(head_weight.dtype)
+        logits = nn.functional.linear(flat, head_weight, head_bias)
+        if self.markov_head is not None and previous_ids is not None:
+            logits = logits + self.markov_head(previous_ids.reshape(-1))
+        return logits.view(*hidden_states.shape[:-1], -1)
+
+    @torch.no_grad()
+    def commit_window(self, cache: CarryoverCache, features: torch.Tensor, num_committed: int) -> None:
+        """
+        Steps 3 and 4 of a round: project the verified window once and store it.
+
+        Args:
+            cache ([`CarryoverCache`]): Storage of this generation.
+            features (`torch.Tensor` of shape `(1, rows, feature_size)`):
+                Target features of all verified rows, accepted and rejected, from position `cache.committed` on.
+            num_committed (`int`): Leading rows that are committed. The others are carried if `config.carry`.
+        """
+        if not self.config.carry:
+            features = features[:, :num_committed]
+        rows = features.shape[1]
+        offsets = torch.arange(rows, device=self.device)
+        states = self.fuse(features, (offsets >= num_committed).unsqueeze(0) if rows > num_committed else None)
+        rope = self.rotary_emb(states, (offsets + cache.first_position + cache.committed).unsqueeze(0))
+        cache.reserve(cache.committed + rows + self.config.block_size + 1)
+        for layer in self.layers:
+            cache.write_window(layer.self_attn.layer_idx, *layer.self_attn.project_kv(states, rope))
+        cache.committed += num_committed
+        cache.carried = rows - num_committed
+
+    @torch.no_grad()
+    def draft(self, cache: CarryoverCache, anchor_embeds: torch.Tensor, mask_embeds: torch.Tensor | None):
+        """
+        Step 1 of a round: final states of the mask rows `(1, block_size, target_hidden_size)`, given the target
+        embedding of the anchor `(1, target_hidden_size)`, which sits right behind the committed rows.
+        """
+        block = self.block_states(anchor_embeds, mask_embeds)
+        rows = block.shape[1]
+        start = cache.first_position + cache.committed
+        positions = torch.arange(start, start + rows, device=block.device).unsqueeze(0)
+        masks: dict = {"full_attention": None}
+        if "sliding_attention" in self.config.layer_types:
+            stored = torch.arange(cache.length, device=block.device).unsqueeze(0) + cache.first_position
+            masks = self._additive_masks(None, positions, torch.cat([stored, positions], dim=1), block.dtype)
+        return self.run_layers(block, positions, cache, masks)
+
+
+def _install_generation_hooks() -> None:
+    """Hook `generate` when the package is installed; a folder loaded with remote code alone can't be an assistant."""
+    try:
+        from hf_carryover.hooks import install
+    except ImportError:
+        return
+    install()
+
+
+CarryoverConfig.register_for_auto_class()
+CarryoverDrafter.register_for_auto_class("AutoModel")
+
+__all__ = ["CarryoverCache", "CarryoverDrafter", "CarryoverDrafterOutput", "CarryoverPreTrainedModel"]

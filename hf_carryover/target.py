@@ -1,0 +1,221 @@
+# Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
+"""What a drafter needs from its target: fit, features, embedding, head, and layers to start from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .configuration_carryover import CarryoverConfig, default_target_layer_ids
+from .modeling_carryover import CarryoverDrafter
+
+
+def hidden_state_indices(target_layer_ids: list[int]) -> list[int]:
+    """
+    Where transformers returns the layers: the output of decoder layer `k` is `hidden_states[k + 1]`, since entry 0 is
+    the embedding. The only place that knows the offset.
+    """
+    return [k + 1 for k in target_layer_ids]
+
+
+def gather_features(hidden_states: tuple[torch.Tensor, ...], target_layer_ids: list[int], device=None) -> torch.Tensor:
+    """
+    Concatenate the tapped layers.
+
+    Args:
+        hidden_states (`tuple[torch.Tensor]`): As the target returned them, each `(batch, rows, target_hidden_size)`.
+        target_layer_ids (`list[int]`): 0-based decoder layers.
+        device (`torch.device`, *optional*): Where the result is wanted.
+
+    Returns:
+        `torch.Tensor` of shape `(batch, rows, len(target_layer_ids) * target_hidden_size)`.
+    """
+    parts = [hidden_states[i] for i in hidden_state_indices(target_layer_ids)]
+    return torch.cat([part.to(device or part.device) for part in parts], dim=-1)
+
+
+def unwrap_target(target: nn.Module) -> PreTrainedModel:
+    """The transformers model inside a PEFT wrapper (its adapters stay active), or `target` itself."""
+    base = getattr(target, "get_base_model", None)
+    return base() if callable(base) else target
+
+
+def text_config(target: PreTrainedModel):
+    """Configuration of the target's language model."""
+    return target.config.get_text_config()
+
+
+def head_parameters(target: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight `(vocab_size, target_hidden_size)` and bias of the target's output head."""
+    head = target.get_output_embeddings()
+    if head is None or getattr(head, "weight", None) is None:
+        raise ValueError(
+            f"{type(target).__name__} has no output head with a weight (`get_output_embeddings()` gave {head!r}); a "
+            "drafter needs a causal language model as target."
+        )
+    return head.weight, getattr(head, "bias", None)
+
+
+def check_fit(drafter: CarryoverDrafter, target: nn.Module, tokenizer=None) -> None:
+    """
+    Check that a drafter was made for a target, before any forward pass.
+
+    Args:
+        drafter ([`CarryoverDrafter`]): The drafter.
+        target (`PreTrainedModel`): The target, PEFT-wrapped or not.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Its tokenizer, to check the mask token too.
+
+    Raises:
+        ValueError: With both values, when vocabulary, hidden size, depth, layer ids or the mask token do not fit.
+    """
+    config, target = drafter.config, unwrap_target(target)
+    expected = text_config(target)
+    if getattr(target.config, "is_encoder_decoder", False):
+        raise ValueError(f"A Carryover drafter needs a decoder-only target, got {type(target).__name__}.")
+    pairs = (
+        ("vocab_size", config.vocab_size, expected.vocab_size),
+        ("target_hidden_size", config.target_hidden_size, expected.hidden_size),
+        ("num_target_layers", config.num_target_layers, expected.num_hidden_layers),
+    )
+    for name, ours, theirs in pairs:
+        if ours != theirs:
+            raise ValueError(
+                f"The drafter does not fit the target {type(target).__name__}: drafter `{name}` is {ours}, the "
+                f"target has {theirs}. Use a drafter trained for this target."
+            )
+    weight, _ = head_parameters(target)
+    if weight.shape[-1] != config.target_hidden_size:
+        raise ValueError(
+            f"The target's head reads states of width {weight.shape[-1]}, the drafter produces "
+            f"{config.target_hidden_size} (`target_hidden_size`)."
+        )
+    embedded = getattr(target.get_input_embeddings(), "num_embeddings", config.vocab_size)
+    if config.mask_token_id is not None:
+        known = embedded if tokenizer is None else max(embedded, len(tokenizer))
+        if config.mask_token_id >= embedded:
+            raise ValueError(
+                f"`mask_token_id` {config.mask_token_id} is outside the target's embedding of {embedded} rows "
+                f"(tokenizer: {known}). Resize the target's embedding, or train with a learned mask embedding."
+            )
+
+
+class TargetHead:
+    """
+    The target's embedding and head as the drafter uses them: gathered to the draft vocabulary, on their own devices.
+
+    Args:
+        target (`PreTrainedModel`): The target, unwrapped.
+        drafter ([`CarryoverDrafter`]): The drafter.
+    """
+
+    def __init__(self, target: PreTrainedModel, drafter: CarryoverDrafter):
+        self.embed_tokens = target.get_input_embeddings()
+        self.weight, self.bias = head_parameters(target)
+        self.token_ids = drafter.draft_token_ids()
+        if self.token_ids is not None:
+            self.token_ids = self.token_ids.to(self.weight.device)
+            self.weight = self.weight[self.token_ids]
+            self.bias = None if self.bias is None else self.bias[self.token_ids]
+        mask_id = drafter.config.mask_token_id
+        self.mask_embeds = None
+        if mask_id is not None:
+            self.mask_embeds = self.embed(torch.tensor([mask_id]), drafter.device)[0]
+
+    def embed(self, token_ids: torch.LongTensor, device) -> torch.Tensor:
+        """Target embeddings `(..., target_hidden_size)` of `token_ids` `(...)`, on `device`."""
+        weight = getattr(self.embed_tokens, "weight", None)
+        source = token_ids.device if weight is None else weight.device
+        return self.embed_tokens(token_ids.to(source)).to(device)
+
+
+def drafter_from_target(
+    target: nn.Module,
+    *,
+    num_hidden_layers: int = 5,
+    init_from_target: bool = True,
+    draft_token_ids: torch.LongTensor | None = None,
+    **config_kwargs: Any,
+) -> CarryoverDrafter:
+    """
+    A new drafter with the target's shapes.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        num_hidden_layers (`int`, *optional*, defaults to 5): Drafter layers.
+        init_from_target (`bool`, *optional*, defaults to `True`):
+            Copy weights of the target's layers (the last ones tapped or near them), its final norm, and for a learned
+            mask embedding the mean of its embedding. Every weight whose shape differs keeps its random start.
+        draft_token_ids (`torch.LongTensor`, *optional*): Increasing target ids of a reduced draft vocabulary.
+        config_kwargs: Further [`CarryoverConfig`] arguments; they win over what the target suggests.
+
+    Returns:
+        [`CarryoverDrafter`] in float32 on the target's device, its seed the global one.
+    """
+    target = unwrap_target(target)
+    source = text_config(target)
+    heads = source.num_attention_heads
+    suggested = {
+        "vocab_size": source.vocab_size,
+        "hidden_size": source.hidden_size,
+        "target_hidden_size": source.hidden_size,
+        "intermediate_size": getattr(source, "intermediate_size", 4 * source.hidden_size),
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(source, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(source, "head_dim", None) or source.hidden_size // heads,
+        "rms_norm_eps": getattr(source, "rms_norm_eps", 1e-6),
+        "max_position_embeddings": source.max_position_embeddings,
+        "num_target_layers": source.num_hidden_layers,
+        "target_layer_ids": default_target_layer_ids(source.num_hidden_layers),
+    }
+    rope = getattr(source, "rope_parameters", None)
+    if rope and "rope_type" in rope:  # Gemma-like targets hold one set per layer type: then ours are the defaults
+        suggested["rope_parameters"] = dict(rope)
+    if draft_token_ids is not None:
+        suggested["draft_vocab_size"] = len(draft_token_ids)
+    config = CarryoverConfig(**{**suggested, "num_hidden_layers": num_hidden_layers, **config_kwargs})
+    drafter = CarryoverDrafter(config).to(target.device)
+    if draft_token_ids is not None:
+        drafter.set_draft_vocabulary(draft_token_ids)
+    if init_from_target:
+        _copy_target_weights(drafter, target)
+    return drafter
+
+
+@torch.no_grad()
+def _copy_target_weights(drafter: CarryoverDrafter, target: PreTrainedModel) -> None:
+    """Copy what has the same name and shape from evenly spaced late layers of the target."""
+    decoder = target.get_decoder()
+    layers = getattr(decoder, "layers", None)
+    if layers is not None:
+        depth, wanted = len(layers), len(drafter.layers)
+        first = depth // 2
+        for i, layer in enumerate(drafter.layers):
+            source = dict(layers[first + (i * (depth - 1 - first)) // max(wanted - 1, 1)].named_parameters())
+            _copy_matching(layer, source)
+        norm = getattr(decoder, "norm", None)
+        if norm is not None:
+            _copy_matching(drafter.norm, dict(norm.named_parameters()))
+    if drafter.mask_embedding is not None:
+        embedding = target.get_input_embeddings().weight
+        drafter.mask_embedding.copy_(embedding.float().mean(dim=0))
+
+
+def _copy_matching(module: nn.Module, source: dict[str, torch.Tensor]) -> None:
+    for name, parameter in module.named_parameters():
+        if name in source and source[name].shape == parameter.shape:
+            parameter.copy_(source[name])
+
+
+__all__ = [
+    "TargetHead",
+    "check_fit",
+    "drafter_from_target",
+    "gather_features",
+    "head_parameters",
+    "hidden_state_indices",
+    "text_config",
+    "unwrap_target",
+]
