@@ -592,6 +592,8 @@ def choose(prompts: list[Prompt], limit: int | None, seed: int | None) -> list[P
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     dtype = DTYPES[options.dtype]
+    # Bars of a second each would cut through the streamed text.
+    transformers.utils.logging.disable_progress_bar()
     try:
         prompts = choose(load_prompts(options.prompts), options.limit, options.seed)
         model, tokenizer = load_target(options.target, dtype)
@@ -602,7 +604,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(environment(model))
     count = sum(len(prompt.turns) for prompt in prompts)
-    print(f"{count} messages, up to {options.max_new_tokens} tokens each, greedy; plain, {', '.join(drafters)}")
+    print(f"{count} message{'s' if count > 1 else ''}, up to {options.max_new_tokens} tokens each, greedy; plain, {', '.join(drafters)}")
 
     warm_up = [Prompt("warm-up", ["Hello!"])]
     compare_systems(model, tokenizer, drafters, warm_up, min(WARM_UP_TOKENS, options.max_new_tokens), echo=False)
