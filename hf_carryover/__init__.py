@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ._registration import register_auto_classes
 
+
 __version__ = "0.1.0"
 
 # Public names and their modules: loaded on first use, so that `import hf_carryover` stays light.
@@ -18,7 +19,7 @@ _PUBLIC = {
     "GenerationReport": "generation",
     "check_fit": "target",
     "drafter_from_target": "target",
-    "load_recordings": "training.recording",
+    "load_recordings": "training.loading",
 }
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from .modeling_carryover import CarryoverDrafter
     from .target import check_fit, drafter_from_target
     from .training.arguments import CarryoverTrainingArguments
-    from .training.recording import load_recordings
+    from .training.loading import load_recordings
     from .training.trainer import CarryoverTrainer
 
 
@@ -45,7 +46,7 @@ def __dir__():
 
 register_auto_classes()
 
-__all__ = [  # noqa: RUF022  (kept equal to `_PUBLIC` by a test)
+__all__ = [
     "CarryoverCandidateGenerator",
     "CarryoverConfig",
     "CarryoverDrafter",

@@ -3,6 +3,7 @@
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def default_target_layer_ids(num_target_layers: int, num_features: int = 5) -> list[int]:
@@ -17,10 +18,33 @@ def default_target_layer_ids(num_target_layers: int, num_features: int = 5) -> l
 
     Returns:
         `list[int]`: Increasing 0-based layer ids; id `k` means the output of decoder layer `k`.
+
+    Raises:
+        ValueError: If one of the numbers is below 1.
     """
+    for name, value in (("num_target_layers", num_target_layers), ("num_features", num_features)):
+        if value < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {value}.")
     first, last = min(1, num_target_layers - 1), max(num_target_layers - 3, min(1, num_target_layers - 1))
     steps = max(num_features - 1, 1)
     return sorted({round(first + (last - first) * i / steps) for i in range(num_features)})
+
+
+# Numbers that must be at least 1 where they are set.
+_SIZES = (
+    "block_size",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "target_hidden_size",
+    "num_target_layers",
+    "sliding_window",
+)
 
 
 @strict
@@ -60,7 +84,8 @@ class CarryoverConfig(PreTrainedConfig):
         sliding_window (`int`, *optional*):
             Window of the sliding layers, in positions: a query at `p` sees keys at positions above `p - window`.
         rope_parameters (`dict`, *optional*):
-            RoPE parameters of the drafter, independent of the target's.
+            RoPE parameters of the drafter, one set for all layers and independent of the target's. Defaults to plain
+            RoPE with `rope_theta` 1000000. `partial_rotary_factor` rotates only the first part of each head.
 
     The other arguments (`hidden_size`, `intermediate_size`, `num_hidden_layers`, `num_attention_heads`,
     `num_key_value_heads`, `head_dim`, `hidden_act`, `rms_norm_eps`, `attention_bias`, ...) are those of Qwen3.
@@ -109,6 +134,7 @@ class CarryoverConfig(PreTrainedConfig):
     draft_sampling: str = "sample"
 
     def __post_init__(self, **kwargs):
+        self._check_sizes()
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -132,11 +158,15 @@ class CarryoverConfig(PreTrainedConfig):
         """Number of tokens the drafter can propose."""
         return self.draft_vocab_size or self.vocab_size
 
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """Like the parent, but overrides (`from_pretrained(folder, carry=True)`) are checked with all other values."""
+        overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in cls.__annotations__}
+        return super().from_dict({**config_dict, **overrides}, **kwargs)
+
     def check_values(self) -> None:
         """Raise a `ValueError` that names the first value which is out of range, and what was expected."""
-        for name in ("block_size", "vocab_size", "hidden_size", "num_hidden_layers", "target_hidden_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        self._check_sizes()
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
@@ -167,10 +197,33 @@ class CarryoverConfig(PreTrainedConfig):
                 '`layer_types` needs "full_attention" or "sliding_attention" for each of the '
                 f"{self.num_hidden_layers} layers, got {self.layer_types}."
             )
-        if "sliding_attention" in self.layer_types and (self.sliding_window is None or self.sliding_window < 1):
+        if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError(
-                f"`sliding_window` must be positive when `layer_types` has sliding layers, got {self.sliding_window}."
+                "`sliding_window` must be positive when `layer_types` has sliding layers, got None. Give the window "
+                'in positions, or use "full_attention".'
             )
+        self._check_rope()
+
+    def _check_sizes(self) -> None:
+        """The numbers that everything else is computed from; those still unset are `None`."""
+        for name in _SIZES:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value}.")
+
+    def _check_rope(self) -> None:
+        rope = self.rope_parameters
+        if "rope_type" not in rope:
+            raise ValueError(
+                "`rope_parameters` must be one set for all drafter layers, with `rope_type` and `rope_theta`, got "
+                f"sets for {sorted(rope)}. Choose one of them."
+            )
+        known = sorted({"default", *ROPE_INIT_FUNCTIONS})
+        if rope["rope_type"] not in known:
+            raise ValueError(f"`rope_type` must be one of {known}, got {rope['rope_type']!r}.")
+        factor = rope.get("partial_rotary_factor", 1.0)
+        if not 0 < factor <= 1:
+            raise ValueError(f"`partial_rotary_factor` must be above 0 and at most 1, got {factor}.")
 
 
 __all__ = ["CarryoverConfig", "default_target_layer_ids"]

@@ -3,23 +3,23 @@
 The candidate generator behind `model.generate(assistant_model=CarryoverDrafter)`.
 
 transformers' assisted decoding loop owns verification (greedy comparison, or rejection sampling with the `q` returned
-here), cutting at EOS and `max_length`, and the target's cache. This class drafts: it takes the target states of every
-verified row, accepted and rejected, commits the first and carries the second (arXiv 2609.14717, Algorithm 1).
+here), cutting at EOS, stopping criteria and `max_length`, and the target's cache. This class drafts: it takes the
+target states of every verified row, accepted and rejected, commits the first and carries the second
+(arXiv 2609.14717, Algorithm 1).
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass, field
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from .modeling_carryover import CarryoverCache, CarryoverDrafter
-from .target import TargetHead, gather_features, hidden_state_indices
+from .stopping import ScoreTap
+from .target import PositionLimit, TargetHead, gather_features, hidden_state_indices
 
 
 @dataclass
@@ -103,7 +103,6 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         generation_config (`GenerationConfig`): The prepared configuration of this call.
         logits_processor (`LogitsProcessorList`): The target's processors; the draft goes through them too.
         attention_mask (`torch.Tensor` of shape `(1, sequence_length)`, *optional*): Of the prompt.
-        stopping_criteria (`StoppingCriteriaList`, *optional*): Those of this call, see [`cut_at_stop`].
     """
 
     requires_model_outputs = True
@@ -115,31 +114,32 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         generation_config: GenerationConfig,
         logits_processor: LogitsProcessorList | None = None,
         attention_mask: torch.Tensor | None = None,
-        stopping_criteria: StoppingCriteriaList | None = None,
     ):
         self.drafter = drafter
         self.head = TargetHead(target, drafter)
-        self.logits_processor = logits_processor or LogitsProcessorList()
+        self.logits_processor = LogitsProcessorList(
+            processor for processor in logits_processor or [] if not isinstance(processor, ScoreTap)
+        )
         self.do_sample = bool(generation_config.do_sample)
         # Without an ensemble weight the greedy verifier compares tokens and needs no logits.
         self.needs_logits = self.do_sample or generation_config.assistant_ensemble_weight is not None
         self.max_length = generation_config.max_length
         self.num_proposals = _proposals_per_round(drafter, generation_config)
         self.attention_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
-        self.criteria = [
-            criterion
-            for criterion in stopping_criteria or []
-            # The loop cuts at the first two by itself, and the clock can't be asked about the future.
-            if not isinstance(criterion, (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria))
-        ]
+        self.position_limit = PositionLimit(target)
         # A user who asks for hidden states gets them all; otherwise only the tapped layers are kept.
         layers = hidden_state_indices(drafter.config.target_layer_ids)
-        self.model_kwargs_overrides = {"output_hidden_states": generation_config.output_hidden_states or layers}
+        self.output_hidden_states = generation_config.output_hidden_states or layers
+        self.needs_attentions = bool(generation_config.return_dict_in_generate and generation_config.output_attentions)
+        # An all-ones mask is dropped before the loop, which keeps its length for plain decoding's prefill.
+        dropped = getattr(generation_config, "_mask_length", -1)
+        self.mask_length = dropped if self.attention_mask is None else self.attention_mask.shape[1]
         self.cache: CarryoverCache | None = None
         self.columns = 0  # columns of `input_ids` whose states are committed
+        self.cached_columns = 0  # columns of a continued cache that `input_ids` do not repeat
         self.proposals: list[int] = []
         self.report = GenerationReport()
-        drafter._reports[threading.get_ident()] = self.report
+        drafter.set_report(self.report)
         self._clock = time.perf_counter()
 
     def get_candidates(
@@ -156,6 +156,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
 
         Args:
             input_ids (`torch.LongTensor` of shape `(1, sequence_length)`): Committed tokens; the last is the anchor.
+            model_kwargs (`dict`, *optional*): What the loop will pass to the target.
             model_outputs (`ModelOutput`, *optional*): The target's last pass, with the tapped hidden states.
             is_first_iteration (`bool`, *optional*): The target has not run yet: nothing to draft from.
 
@@ -164,17 +165,22 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             target samples the logits of `q`, the distribution each proposal was drawn from, `(1, proposals, vocab)`.
         """
         self.proposals = []
+        model_kwargs = model_kwargs or {}
+        self.model_kwargs_overrides = {"output_hidden_states": self.output_hidden_states}
         if is_first_iteration or model_outputs is None:
+            self._continue_cache(input_ids, model_kwargs)
+            self._override_mask(model_kwargs)
             self._clock = time.perf_counter()
             return input_ids, None
         start = time.perf_counter()
         carried = self._absorb(input_ids, model_outputs)
         limit = min(self.num_proposals, self.max_length - input_ids.shape[1] - 1)
+        limit = self.position_limit.clip(limit, anchor=self.cache.first_position + self.cache.committed)
         candidates, logits = input_ids, None
         if limit > 0:
             candidates, logits = self._propose(input_ids, limit)
-            candidates, logits = self._cut_at_stop(input_ids, candidates, logits)
             self.proposals = candidates[0, input_ids.shape[1] :].tolist()
+        self._override_mask(model_kwargs)
         self._clock = time.perf_counter()
         self.report.carried.append(carried)
         self.report.draft_times.append(1000 * (self._clock - start))
@@ -197,6 +203,43 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         self.report.accepted.append(accepted)
         self.report.committed.append(len(committed))
 
+    def _continue_cache(self, input_ids: torch.LongTensor, model_kwargs: dict) -> None:
+        """
+        Make the first target pass right when `past_key_values` of an earlier call are continued.
+
+        As in plain decoding, `input_ids` hold the whole text, or the new tokens alone when the mask is longer. In the
+        first form plain decoding feeds the columns that the cache lacks, while the assisted loop of transformers 5.19
+        to 5.23 feeds all of them a second time. The overrides, which the loop puts over what it prepared, mend that.
+        """
+        cache, length = model_kwargs.get("past_key_values"), input_ids.shape[1]
+        past = 0 if cache is None else int(cache.get_seq_length())
+        if past == 0:
+            return
+        if self.mask_length != length:
+            if self.needs_attentions:
+                raise ValueError(
+                    "With `output_attentions` and a Carryover drafter, continued `past_key_values` need the whole "
+                    f"text in `input_ids`, got the last {length} tokens."
+                )
+            self.cached_columns = past
+            return
+        if past >= length:
+            raise ValueError(
+                f"`past_key_values` hold {past} tokens, `input_ids` only {length}. Pass the whole text with at least "
+                "one new token, or the new tokens with the attention mask of the whole text."
+            )
+        for name in ("position_ids", "token_type_ids", "mm_token_type_ids"):
+            if model_kwargs.get(name) is not None:
+                self.model_kwargs_overrides[name] = model_kwargs[name][..., past - length :].contiguous()
+        self.model_kwargs_overrides["input_ids"] = input_ids[:, past:].contiguous()
+
+    def _override_mask(self, model_kwargs: dict) -> None:
+        """Keep a mask whole that covers more than `input_ids`: the loop would crop it to their length."""
+        mask = model_kwargs.get("attention_mask")
+        if self.cached_columns and mask is not None:
+            ones = mask.new_ones((1, len(self.proposals)))
+            self.model_kwargs_overrides["attention_mask"] = torch.cat([mask, ones], dim=1)
+
     def _absorb(self, input_ids: torch.LongTensor, model_outputs) -> int:
         """Commit and carry the rows of the target's last pass; returns the number of carried rows."""
         hidden_states = getattr(model_outputs, "hidden_states", None)
@@ -217,12 +260,12 @@ class CarryoverCandidateGenerator(CandidateGenerator):
 
     def _start_cache(self, input_ids: torch.LongTensor, features: torch.Tensor) -> torch.Tensor:
         """
-        Open the storage at the first target pass, over the last `rows` prompt columns (fewer than the prompt when the
+        Open the storage at the first target pass, over the last `rows` columns of the text (fewer than all when the
         target's cache was continued). Masked columns (left padding) have no place in the text: they are dropped, so
         that a padded prompt drafts exactly as the bare one.
         """
         rows = features.shape[1]
-        unseen = input_ids.shape[1] - 1 - rows
+        unseen = self.cached_columns + input_ids.shape[1] - 1 - rows
         if self.attention_mask is not None:
             real = self.attention_mask[0].bool().to(features.device)
             features = features[:, real[unseen : unseen + rows]]
@@ -294,21 +337,6 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             candidates = torch.cat([candidates, token], dim=1)
             kept.append(scores)
         logits = torch.stack(kept, dim=1) if kept and self.needs_logits else None
-        return candidates, logits
-
-    def _cut_at_stop(self, input_ids: torch.LongTensor, candidates: torch.LongTensor, logits: torch.Tensor | None):
-        """
-        Cut the proposals in front of the first one at which a stopping criterion would fire.
-
-        The loop asks the criteria about the end of a committed block only. When the token that stops is never a
-        proposal, it can only be the last of its block, and the output ends exactly where plain decoding ends.
-        """
-        if not self.criteria:
-            return candidates, logits
-        start = input_ids.shape[1]
-        for end in range(start + 1, candidates.shape[1] + 1):
-            if any(bool(criterion(candidates[:, :end], None).any()) for criterion in self.criteria):
-                return candidates[:, : end - 1], None if logits is None else logits[:, : end - 1 - start]
         return candidates, logits
 
 

@@ -6,7 +6,7 @@ The one file that hooks into transformers' `GenerationMixin`.
 Three methods are wrapped; each wrapper delegates unless the assistant is a Carryover drafter:
 
 - `_validate_generation_mode`: refuse what can't work, and a drafter that does not fit, before any forward pass;
-- `_assisted_decoding`: remember the call's stopping criteria, which the factory below is not given;
+- `_assisted_decoding`: refuse inputs that can't work, and have the stopping criteria asked about every token;
 - `_get_candidate_generator`: return [`CarryoverCandidateGenerator`], which asks for the target's hidden states.
 
 The wrappers can go when transformers lets an assistant name its own candidate generator. The supported versions are
@@ -17,18 +17,30 @@ from __future__ import annotations
 
 import functools
 import warnings
-from contextvars import ContextVar
 from importlib import metadata
 
 import transformers
 from packaging.requirements import Requirement
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import (
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.generation.utils import GenerationMixin
 
 from .generation import CarryoverCandidateGenerator
+from .stopping import watch_stopping_criteria
 from .target import check_fit
 
+
 _MARKER = "_hf_carryover_wrapped"
-_stopping_criteria: ContextVar = ContextVar("hf_carryover_stopping_criteria", default=None)
+# Options that choose another way to draft.
+_OTHER_DRAFTING = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
+# They keep a state from call to call, which proposals that are then rejected would spoil.
+_STATEFUL_PROCESSORS = {
+    UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
+    SynthIDTextWatermarkLogitsProcessor: "watermarking_config (SynthID)",
+}
 
 
 def is_carryover_drafter(model) -> bool:
@@ -50,8 +62,8 @@ def _warn_if_unsupported() -> None:
     requirement = supported_transformers()
     if requirement is not None and not requirement.specifier.contains(transformers.__version__, prereleases=True):
         warnings.warn(
-            f"hf_carryover was tested with {requirement}, found {transformers.__version__}. Assisted generation with a "
-            "Carryover drafter may fail; the rest of transformers is untouched.",
+            f"hf_carryover was tested with {requirement}, found {transformers.__version__}. Assisted generation with "
+            "a Carryover drafter may fail; the rest of transformers is untouched.",
             stacklevel=4,
         )
 
@@ -64,6 +76,7 @@ def _wrap_validate(original):
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         if generation_mode_kwargs.get("assistant_tokenizer") is not None:
             raise ValueError("`assistant_tokenizer` has no use here: a Carryover drafter speaks the target's tokens.")
+        _refuse_other_modes(generation_mode, generation_config)
         check_fit(drafter, self)
         # The tokenizer comparison for assistants is replaced by `check_fit`; every other check still runs.
         others = {key: value for key, value in generation_mode_kwargs.items() if key != "assistant_model"}
@@ -72,26 +85,61 @@ def _wrap_validate(original):
     return _validate_generation_mode
 
 
+def _refuse_other_modes(generation_mode, generation_config) -> None:
+    if generation_mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            f"A Carryover drafter works with greedy search and sampling, not with {generation_mode.value!r}. Set "
+            "`num_beams=1`, or call `generate` without `assistant_model`."
+        )
+    for name in _OTHER_DRAFTING:
+        value = getattr(generation_config, name, None)
+        if value:
+            raise ValueError(
+                f"`{name}` ({value!r}) chooses another way to draft than the Carryover drafter in `assistant_model`. "
+                "Pass only one of them."
+            )
+
+
+def _refuse_inputs(target, input_ids, kwargs) -> None:
+    if input_ids.shape[0] > 1:
+        raise ValueError(
+            f"assisted generate is only supported for batch_size = 1, got {input_ids.shape[0]} sequences. Call "
+            "`generate` once per prompt."
+        )
+    if input_ids.shape[1] == 0 or kwargs.get("inputs_embeds") is not None:
+        raise ValueError(
+            "`inputs_embeds` is not supported with a Carryover drafter, which needs the ids of the prompt. Pass "
+            "`input_ids`."
+        )
+    for processor in kwargs.get("logits_processor") or []:
+        option = _STATEFUL_PROCESSORS.get(type(processor))
+        if option is not None:
+            raise ValueError(
+                f"`{option}` is not supported with a Carryover drafter: {type(processor).__name__} keeps a state that "
+                "rejected proposals would change. Call `generate` without `assistant_model`."
+            )
+    # PEFT lends its own `prepare_inputs_for_generation` to the target while it generates.
+    peft_model = getattr(target.prepare_inputs_for_generation, "__self__", None)
+    peft_config = getattr(peft_model, "active_peft_config", None)
+    if getattr(peft_config, "is_prompt_learning", False):
+        raise ValueError(
+            f"PEFT's prompt learning ({type(peft_config).__name__}) is not supported with a Carryover drafter: it "
+            "feeds the target one token per pass. Call `generate` without `assistant_model`."
+        )
+
+
 def _wrap_assisted_decoding(original):
     @functools.wraps(original)
     def _assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
         if not is_carryover_drafter(assistant_model):
             return original(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
-        if input_ids.shape[0] > 1:
-            raise ValueError(
-                f"assisted generate is only supported for batch_size = 1, got {input_ids.shape[0]} sequences. Call "
-                "`generate` once per prompt."
+        _refuse_inputs(self, input_ids, kwargs)
+        kwargs.update(
+            watch_stopping_criteria(
+                input_ids, kwargs["generation_config"], kwargs["stopping_criteria"], kwargs["logits_processor"]
             )
-        if input_ids.shape[1] == 0 or kwargs.get("inputs_embeds") is not None:
-            raise ValueError(
-                "`inputs_embeds` is not supported with a Carryover drafter, which needs the ids of the prompt. Pass "
-                "`input_ids`."
-            )
-        token = _stopping_criteria.set(kwargs.get("stopping_criteria"))
-        try:
-            return original(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
-        finally:
-            _stopping_criteria.reset(token)
+        )
+        return original(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
 
     return _assisted_decoding
 
@@ -107,7 +155,6 @@ def _wrap_get_candidate_generator(original):
             generation_config=kwargs["generation_config"],
             logits_processor=kwargs.get("logits_processor"),
             attention_mask=kwargs.get("model_kwargs", {}).get("attention_mask"),
-            stopping_criteria=_stopping_criteria.get(),
         )
 
     return _get_candidate_generator

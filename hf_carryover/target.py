@@ -6,6 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -13,12 +15,18 @@ from .configuration_carryover import CarryoverConfig, default_target_layer_ids
 from .modeling_carryover import CarryoverDrafter
 
 
+# Up to transformers 5.22 a list in `output_hidden_states` counts decoder layers (and the embedding is left out of the
+# tuple that comes back), from 5.23 on it counts the entries of the full tuple. Can go when 5.23 is the oldest version.
+_LIST_COUNTS_LAYERS = Version(transformers.__version__).release < (5, 23)
+
+
 def hidden_state_indices(target_layer_ids: list[int]) -> list[int]:
     """
-    Where transformers returns the layers: the output of decoder layer `k` is `hidden_states[k + 1]`, since entry 0 is
-    the embedding. The only place that knows the offset.
+    What to pass as `output_hidden_states`, so that the target keeps no other layers than these: the output of decoder
+    layer `k` is entry `k + 1` of the full tuple, since entry 0 is the embedding. Read the result with
+    [`gather_features`]; the two are the only places that know the offset.
     """
-    return [k + 1 for k in target_layer_ids]
+    return [k if _LIST_COUNTS_LAYERS else k + 1 for k in target_layer_ids]
 
 
 def gather_features(hidden_states: tuple[torch.Tensor, ...], target_layer_ids: list[int], device=None) -> torch.Tensor:
@@ -26,14 +34,28 @@ def gather_features(hidden_states: tuple[torch.Tensor, ...], target_layer_ids: l
     Concatenate the tapped layers.
 
     Args:
-        hidden_states (`tuple[torch.Tensor]`): As the target returned them, each `(batch, rows, target_hidden_size)`.
-        target_layer_ids (`list[int]`): 0-based decoder layers.
+        hidden_states (`tuple[torch.Tensor]`):
+            As the target returned them, all or those of [`hidden_state_indices`], each
+            `(batch, rows, target_hidden_size)`.
+        target_layer_ids (`list[int]`): 0-based decoder layers, increasing.
         device (`torch.device`, *optional*): Where the result is wanted.
 
     Returns:
         `torch.Tensor` of shape `(batch, rows, len(target_layer_ids) * target_hidden_size)`.
+
+    Raises:
+        ValueError: If the target did not return one of the layers.
     """
-    parts = [hidden_states[i] for i in hidden_state_indices(target_layer_ids)]
+    # The full tuple has no holes, and reaches one entry past the last layer's id.
+    selected = any(states is None for states in hidden_states) or len(hidden_states) == target_layer_ids[-1] + 1
+    offset = 0 if selected and _LIST_COUNTS_LAYERS else 1
+    places = [k + offset for k in target_layer_ids]
+    parts = [hidden_states[i] if i < len(hidden_states) else None for i in places]
+    if any(part is None for part in parts):
+        raise ValueError(
+            f"The target returned {len(hidden_states)} hidden states, and not all of the layers {target_layer_ids} "
+            "(`target_layer_ids`) among them. A drafter needs a target whose forward supports `output_hidden_states`."
+        )
     return torch.cat([part.to(device or part.device) for part in parts], dim=-1)
 
 
@@ -92,6 +114,11 @@ def check_fit(drafter: CarryoverDrafter, target: nn.Module, tokenizer=None) -> N
             f"The target's head reads states of width {weight.shape[-1]}, the drafter produces "
             f"{config.target_hidden_size} (`target_hidden_size`)."
         )
+    if weight.shape[0] != config.vocab_size:
+        raise ValueError(
+            f"The target's head has {weight.shape[0]} rows, drafter and target configuration say `vocab_size` is "
+            f"{config.vocab_size}. Use `resize_token_embeddings`, which keeps the two equal."
+        )
     embedded = getattr(target.get_input_embeddings(), "num_embeddings", config.vocab_size)
     if config.mask_token_id is not None:
         known = embedded if tokenizer is None else max(embedded, len(tokenizer))
@@ -100,6 +127,39 @@ def check_fit(drafter: CarryoverDrafter, target: nn.Module, tokenizer=None) -> N
                 f"`mask_token_id` {config.mask_token_id} is outside the target's embedding of {embedded} rows "
                 f"(tokenizer: {known}). Resize the target's embedding, or train with a learned mask embedding."
             )
+
+
+class PositionLimit:
+    """
+    How far a block may reach into positions the text itself may never reach.
+
+    A row of a block must be computed as it would be alone. Two kinds of target make that depend on the last position
+    of the pass: those with a table of positions, where a row behind its end fails, and those whose RoPE frequencies
+    follow the length, where one row changes all others (`dynamic`: past the trained length, `longrope`: when the
+    block straddles the original length).
+
+    Args:
+        target (`PreTrainedModel`): The target, unwrapped.
+    """
+
+    def __init__(self, target: PreTrainedModel):
+        config = text_config(target)
+        rope = getattr(config, "rope_parameters", None) or {}
+        sets = [rope] if "rope_type" in rope else [values for values in rope.values() if isinstance(values, dict)]
+        trained = getattr(config, "max_position_embeddings", None)
+        # Targets without RoPE may have a position table; that they have none (ALiBi, NoPE) can't be told apart.
+        self.hard = [trained] if not sets and trained is not None else []
+        self.straddle: list[int] = []
+        for values in sets:
+            if "dynamic" in values.get("rope_type", "default"):
+                self.hard.append(values.get("original_max_position_embeddings") or trained)
+            elif values.get("rope_type") == "longrope":
+                self.straddle.append(values["original_max_position_embeddings"])
+
+    def clip(self, count: int, anchor: int) -> int:
+        """At most `count` proposals behind an anchor at position `anchor`, so that no limit is passed."""
+        limits = self.hard + [limit for limit in self.straddle if anchor < limit]
+        return min([count, *(limit - 1 - anchor for limit in limits)])
 
 
 class TargetHead:
@@ -171,8 +231,12 @@ def drafter_from_target(
         "target_layer_ids": default_target_layer_ids(source.num_hidden_layers),
     }
     rope = getattr(source, "rope_parameters", None)
-    if rope and "rope_type" in rope:  # Gemma-like targets hold one set per layer type: then ours are the defaults
-        suggested["rope_parameters"] = dict(rope)
+    # Gemma-like targets hold one set per layer type: then ours are the defaults. Frequencies that follow the length
+    # ("dynamic", "longrope") are not taken over: the committed keys would keep those of an earlier length.
+    if rope and "rope_type" in rope:
+        follows_length = "dynamic" in rope["rope_type"] or rope["rope_type"] == "longrope"
+        kept = {"rope_theta": rope["rope_theta"], "rope_type": "default"} if follows_length else dict(rope)
+        suggested["rope_parameters"] = kept
     if draft_token_ids is not None:
         suggested["draft_vocab_size"] = len(draft_token_ids)
     config = CarryoverConfig(**{**suggested, "num_hidden_layers": num_hidden_layers, **config_kwargs})
@@ -192,15 +256,32 @@ def _copy_target_weights(drafter: CarryoverDrafter, target: PreTrainedModel) -> 
     if layers is not None:
         depth, wanted = len(layers), len(drafter.layers)
         first = depth // 2
-        for i, layer in enumerate(drafter.layers):
-            source = dict(layers[first + (i * (depth - 1 - first)) // max(wanted - 1, 1)].named_parameters())
-            _copy_matching(layer, source)
+        copied = [first + (i * (depth - 1 - first)) // max(wanted - 1, 1) for i in range(wanted)]
+        for index, layer in zip(copied, drafter.layers, strict=True):
+            _copy_matching(layer, dict(layers[index].named_parameters()))
+        _start_fusion(drafter, [layers[index] for index in copied], copied[len(copied) // 2])
         norm = getattr(decoder, "norm", None)
         if norm is not None:
             _copy_matching(drafter.norm, dict(norm.named_parameters()))
     if drafter.mask_embedding is not None:
         embedding = target.get_input_embeddings().weight
         drafter.mask_embedding.copy_(embedding.float().mean(dim=0))
+
+
+def _start_fusion(drafter: CarryoverDrafter, copied: list[nn.Module], layer_id: int) -> None:
+    """
+    Let the fusion start as the identity on the tapped layer that feeds the middle one of the copied layers, with the
+    mean of their input norms: the copied key and value projections then read what they read in the target.
+    """
+    config = drafter.config
+    norms = [getattr(getattr(layer, "input_layernorm", None), "weight", None) for layer in copied]
+    if config.hidden_size != config.target_hidden_size or any(norm is None for norm in norms):
+        return
+    width = config.target_hidden_size
+    tap = min(range(len(config.target_layer_ids)), key=lambda i: abs(config.target_layer_ids[i] - (layer_id - 1)))
+    drafter.fc.weight.zero_()
+    drafter.fc.weight[:, tap * width : (tap + 1) * width] = torch.eye(width)
+    drafter.hidden_norm.weight.copy_(torch.stack([norm.float() for norm in norms]).mean(dim=0))
 
 
 def _copy_matching(module: nn.Module, source: dict[str, torch.Tensor]) -> None:
@@ -210,6 +291,7 @@ def _copy_matching(module: nn.Module, source: dict[str, torch.Tensor]) -> None:
 
 
 __all__ = [
+    "PositionLimit",
     "TargetHead",
     "check_fit",
     "drafter_from_target",

@@ -3,14 +3,16 @@
 Train a drafter from the command line: `python -m hf_carryover.train config.yaml` or with flags.
 
 Without `--drafter` a new drafter is built from the target; with it, training goes on from that checkpoint, with or
-without carry. The output folder gets the drafter and, beside it, `training.json` (the exact arguments, versions,
-commit and metrics) and `training_log.jsonl` (everything that was logged).
+without carry. A run whose output folder has a checkpoint is resumed from the last one. The output folder gets the
+drafter and its tokenizer in `drafter`, and `training.json` (the exact arguments, versions, commit and metrics) and
+`training_log.jsonl` (everything that was logged).
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
@@ -26,10 +28,13 @@ from .modeling_carryover import CarryoverDrafter
 from .target import drafter_from_target
 from .training.arguments import CarryoverTrainingArguments
 from .training.data import frequent_tokens
-from .training.recording import load_recordings, split_recordings
+from .training.loading import load_recordings, split_recordings
 from .training.trainer import CarryoverTrainer
 
+
 logger = logging.getLogger(__name__)
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass
@@ -40,20 +45,25 @@ class DrafterArguments:
     Args:
         target (`str`): Folder or Hub id of the target.
         recordings (`str`): Recordings of the target's responses, any form [`load_recordings`] reads.
-        held_out (`int`, *optional*, defaults to 100): Recordings kept for evaluation, chosen by their id and the seed.
+        held_out (`int`, *optional*, defaults to 100):
+            Recordings kept for evaluation, chosen by their id alone, so that every run on a file keeps the same ones;
+            0 trains on all and evaluates nothing.
         drafter (`str`, *optional*): Checkpoint to go on from.
-        carry (`bool`, *optional*, defaults to `False`): Whether the trained drafter carries.
+        carry (`bool`, *optional*):
+            Whether the trained drafter carries. Defaults to what `drafter` does, and to `False` for a new one.
         num_hidden_layers, block_size, markov_rank, draft_vocab_size, target_layer_ids:
             Of a new drafter; see [`CarryoverConfig`]. The draft vocabulary is the recordings' most frequent tokens.
         init_from_target (`bool`, *optional*, defaults to `True`): Whether a new drafter starts from target layers.
         target_dtype (`str`, *optional*, defaults to `"bfloat16"`): The dtype the target runs in.
+        save_dtype (`str`, *optional*, defaults to `"float32"`):
+            The dtype of the finished drafter's file. Training and its checkpoints are float32.
     """
 
     target: str = field(metadata={"help": "Folder or Hub id of the target."})
     recordings: str = field(metadata={"help": "Recorded responses of the target."})
-    held_out: int = field(default=100, metadata={"help": "Recordings kept for evaluation."})
+    held_out: int = field(default=100, metadata={"help": "Recordings kept for evaluation; 0 for none."})
     drafter: str | None = field(default=None, metadata={"help": "Drafter checkpoint to go on from."})
-    carry: bool = field(default=False, metadata={"help": "Whether the trained drafter carries rejected rows."})
+    carry: bool | None = field(default=None, metadata={"help": "Whether the trained drafter carries rejected rows."})
     num_hidden_layers: int = field(default=5, metadata={"help": "Layers of a new drafter."})
     block_size: int = field(default=15, metadata={"help": "Proposals per round of a new drafter."})
     markov_rank: int = field(default=0, metadata={"help": "Rank of a new drafter's Markov head; 0 is plain DFlash."})
@@ -61,16 +71,55 @@ class DrafterArguments:
     target_layer_ids: list[int] | None = field(default=None, metadata={"help": "Tapped layers of a new drafter."})
     init_from_target: bool = field(default=True, metadata={"help": "Start a new drafter from target layers."})
     target_dtype: str = field(default="bfloat16", metadata={"help": "Dtype the target runs in."})
+    save_dtype: str = field(default="float32", metadata={"help": "Dtype of the finished drafter's file."})
+
+    def __post_init__(self):
+        if self.held_out < 0:
+            raise ValueError(f"`held_out` must be 0 or a number of recordings, got {self.held_out}.")
+        for name in ("target_dtype", "save_dtype"):
+            if getattr(self, name) not in DTYPES:
+                raise ValueError(f"`{name}` must be one of {', '.join(DTYPES)}, got {getattr(self, name)!r}.")
+
+
+def parse(argv: list[str]) -> tuple[DrafterArguments, CarryoverTrainingArguments]:
+    """Both groups of arguments, from flags or from the one YAML file that is named."""
+    parser = HfArgumentParser((DrafterArguments, CarryoverTrainingArguments), description=__doc__)
+    # One line instead of the usage text, which lists every flag of `TrainingArguments`; --help prints it.
+    parser.error = lambda message: parser.exit(2, f"error: {message} (--help lists the flags)\n")
+    if len(argv) == 1 and argv[0].endswith((".yaml", ".yml")):
+        # By way of flags: so both forms convert and refuse alike (YAML reads `6e-4` as a string).
+        argv = _flags(Path(argv[0]))
+    return parser.parse_args_into_dataclasses(argv)
+
+
+def _flags(path: Path) -> list[str]:
+    """The flags that a YAML file of `name: value` lines stands for."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path.name} is not YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} must hold `name: value` lines, got {type(content).__name__}.")
+    flags = []
+    for name, value in content.items():
+        if value is None:
+            continue
+        values = value if isinstance(value, list) else [value]
+        flags += [f"--{name}", *(json.dumps(v) if isinstance(v, (dict, bool)) else str(v) for v in values)]
+    return flags
 
 
 def build_drafter(arguments: DrafterArguments, target, recordings) -> CarryoverDrafter:
     """The checkpoint `arguments.drafter` in float32, or a new drafter for `target`."""
     if arguments.drafter is not None:
-        return CarryoverDrafter.from_pretrained(arguments.drafter, dtype=torch.float32, carry=arguments.carry)
+        kwargs = {} if arguments.carry is None else {"carry": arguments.carry}
+        return CarryoverDrafter.from_pretrained(arguments.drafter, dtype=torch.float32, **kwargs)
     config = {
         "block_size": arguments.block_size,
         "markov_rank": arguments.markov_rank,
-        "carry": arguments.carry,
+        "carry": bool(arguments.carry),
     }
     if arguments.target_layer_ids:
         config["target_layer_ids"] = arguments.target_layer_ids
@@ -86,6 +135,29 @@ def build_drafter(arguments: DrafterArguments, target, recordings) -> CarryoverD
     )
 
 
+def build_trainer(arguments: DrafterArguments, args: CarryoverTrainingArguments):
+    """The trainer, the target's tokenizer, and the checkpoint to resume from. What is wrong is found here."""
+    set_seed(args.seed)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=arguments.target_dtype).eval()
+    train = load_recordings(arguments.recordings, vocab_size=target.config.get_text_config().vocab_size)
+    held_out = None
+    if arguments.held_out:
+        train, held_out = split_recordings(train, arguments.held_out, seed=0)
+    drafter = build_drafter(arguments, target, train)
+    parameters = sum(p.numel() for p in drafter.parameters()) / 1e6
+    sizes = (len(train), 0 if held_out is None else len(held_out), parameters)
+    logger.info("%d recordings, %d held out; drafter of %.1f M parameters.", *sizes)
+    trainer = CarryoverTrainer(drafter, target, args, train_dataset=train, eval_dataset=held_out)
+    checkpoint = args.resume_from_checkpoint
+    if checkpoint is None and Path(args.output_dir).is_dir():
+        checkpoint = get_last_checkpoint(args.output_dir)
+    if checkpoint is not None:
+        trainer.check_checkpoint(checkpoint)
+        logger.info("Resuming from %s.", Path(checkpoint).name)
+    return trainer, tokenizer, checkpoint
+
+
 def provenance() -> dict:
     """Versions, and the commit when run from a checkout."""
     packages = ("torch", "transformers", "accelerate", "datasets")
@@ -95,52 +167,67 @@ def provenance() -> dict:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = None
-    folder = Path(__file__).parent
-    result = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
-    return {"versions": versions, "commit": result.stdout.strip() or None}
+    # An installed copy may lie inside a repository that is not ours.
+    ours = _git("ls-files", "--error-unmatch", Path(__file__).name) is not None
+    return {"versions": versions, "commit": _git("rev-parse", "HEAD") if ours else None}
 
 
-def write_record(output: Path, arguments: DrafterArguments, args: CarryoverTrainingArguments, trainer, metrics) -> None:
+def _git(*command: str) -> str | None:
+    try:
+        result = subprocess.run(
+            ["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
+    except OSError:  # no git
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def write_record(
+    output: Path, arguments: DrafterArguments, args: CarryoverTrainingArguments, log_history: list[dict], metrics: dict
+) -> None:
     """Write `training.json` and `training_log.jsonl`."""
     defaults = CarryoverTrainingArguments(output_dir=args.output_dir).to_dict()
-    chosen = {key: value for key, value in args.to_dict().items() if defaults.get(key) != value or key == "seed"}
-    # Names of folders, not their places: those differ on every machine.
-    data = {key: Path(value).name if key in ("target", "recordings") else value for key, value in asdict(arguments).items()}
-    chosen = {key: value for key, value in chosen.items() if not key.endswith("_dir")}
+    chosen = {
+        key: value
+        for key, value in args.to_dict().items()
+        if (defaults.get(key) != value or key == "seed") and not key.endswith(("_dir", "_from_checkpoint"))
+    }
+    data = asdict(arguments)
+    for key, parts in (("target", 1), ("recordings", 1), ("drafter", 2)):
+        # Names of folders, not their places: those differ on every machine. A Hub id stays as it is.
+        if data[key] is not None and Path(data[key]).exists():
+            data[key] = "/".join(Path(data[key]).resolve().parts[-parts:])
     record = {"arguments": data, "training_arguments": chosen, "metrics": metrics, **provenance()}
-    (output / "training.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
-    lines = [json.dumps(entry) for entry in trainer.state.log_history]
+    (output / "training.json").write_text(json.dumps(_finite(record), indent=2, default=str) + "\n")
+    lines = [json.dumps(_finite(entry), default=str) for entry in log_history]
     (output / "training_log.jsonl").write_text("\n".join(lines) + "\n")
 
 
+def _finite(value):
+    """`value` with `null` for every number that JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Train and save; returns the exit code."""
-    parser = HfArgumentParser((DrafterArguments, CarryoverTrainingArguments), description=__doc__)
-    argv = sys.argv[1:] if argv is None else argv
-    if len(argv) == 1 and argv[0].endswith((".yaml", ".yml")):
-        arguments, args = parser.parse_yaml_file(argv[0])
-    else:
-        arguments, args = parser.parse_args_into_dataclasses(argv)
+    """Train and save; returns the exit code, 2 for a mistake in what was asked for."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    set_seed(args.seed)
-    target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=arguments.target_dtype).eval()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    recordings = load_recordings(arguments.recordings, vocab_size=target.config.get_text_config().vocab_size)
-    train, held_out = split_recordings(recordings, arguments.held_out, seed=0)
-    drafter = build_drafter(arguments, target, train)
-    parameters = sum(p.numel() for p in drafter.parameters())
-    logger.info("%d recordings, %d held out; drafter of %.1f M parameters.", len(train), len(held_out), parameters / 1e6)
-    trainer = CarryoverTrainer(
-        drafter, target, args, train_dataset=train, eval_dataset=held_out if arguments.held_out else None
-    )
-    checkpoint = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint or checkpoint)
+    try:
+        arguments, args = parse(sys.argv[1:] if argv is None else argv)
+        trainer, tokenizer, checkpoint = build_trainer(arguments, args)
+    except (ValueError, OSError, ImportError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    trainer.train(resume_from_checkpoint=checkpoint)
     metrics = trainer.evaluate() if arguments.held_out else {}
     if trainer.is_world_process_zero():
         output = Path(args.output_dir)
-        drafter.save_pretrained(output / "drafter")
+        trainer.drafter.to(getattr(torch, arguments.save_dtype)).save_pretrained(output / "drafter")
         tokenizer.save_pretrained(output / "drafter")
-        write_record(output, arguments, args, trainer, metrics)
+        write_record(output, arguments, args, trainer.state.log_history, metrics)
     return 0
 
 

@@ -62,6 +62,22 @@ def sample_anchors(
     return torch.cat(sequences).to(device), torch.cat(positions).to(device)
 
 
+def sample_draws(
+    sequence_index: torch.LongTensor, example_index: torch.Tensor, width: int, seed: int, step: int
+) -> torch.Tensor:
+    """
+    Uniform numbers in `[0, 1)` for the first draft's proposals, `(num_anchors, width)`, for anchors as
+    [`sample_anchors`] returns them. They depend on what the anchors depend on, and on nothing else.
+    """
+    draws = torch.empty((len(sequence_index), width))
+    for row, example in enumerate(example_index.tolist()):
+        own = (sequence_index == row).cpu()
+        # The fourth entry keeps this stream apart from that of the anchors.
+        rng = np.random.default_rng([seed, step, example, 1])
+        draws[own] = torch.from_numpy(rng.random((int(own.sum()), width), dtype=np.float32))
+    return draws.to(sequence_index.device)
+
+
 def position_weights(block_size: int, gamma: float, device=None) -> torch.Tensor:
     """`w_k = exp(-(k - 1) / gamma)` for `k = 1 … block_size`, shape `(block_size,)`."""
     return torch.exp(-torch.arange(block_size, dtype=torch.float32, device=device) / gamma)

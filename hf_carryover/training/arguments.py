@@ -1,9 +1,15 @@
 # Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
 """Arguments of [`CarryoverTrainer`]."""
 
+import logging
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
+
+from ..configuration_carryover import CarryoverConfig
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -27,14 +33,25 @@ class CarryoverTrainingArguments(TrainingArguments):
         alpha_ce (`float`, *optional*, defaults to 1.0): Weight of the cross entropy to the recorded tokens.
         alpha_tv (`float`, *optional*, defaults to 0.0):
             Weight of the total variation distance to the target's distribution (DSpark: 0.1 CE and 0.9 TV).
+        fc_learning_rate_scale (`float`, *optional*, defaults to 1.0):
+            Factor on the learning rate of `fc.weight`. Its inputs are raw target states, whose size is the target's:
+            where they are far above 1 (SmolLM2: 1 to 30 beside outliers of hundreds) an Adam step of the common rate
+            moves the fused state by more than itself, and nothing that reads it can learn. Choose about
+            1 / mean |state|.
         draft_temperature (`float`, *optional*, defaults to 0.0):
-            Temperature of the first draft's proposals; 0 takes the likeliest tokens.
+            Temperature of the first draft's proposals; 0 takes the likeliest tokens. Draws depend on the seed, the
+            step and the example alone, as anchors do.
 
         > Parameters that control the data
 
         feature_cache_dir (`str`, *optional*):
-            Folder for the target's features, computed once and read back. `None` computes them on line. The second
-            draft needs the target's keys too, so `stage="carryover"` with `carry` computes them in any case.
+            Folder for the target's features, computed once and read back. `None` computes them on line. Verification
+            needs the target's keys and `alpha_tv` its logits, so with carried rows or `alpha_tv` it has no effect.
+
+    Mixed precision (`bf16`, `fp16`) runs the drafter under autocast; its own weights are float32 in any case.
+
+    Raises:
+        ValueError: If a value is out of range, contradicts another, or asks for what the trainer does not support.
 
     > [!NOTE]
     > Defaults that differ from [`~transformers.TrainingArguments`]: `learning_rate` 6e-4, `lr_scheduler_type`
@@ -47,6 +64,7 @@ class CarryoverTrainingArguments(TrainingArguments):
     gamma: float | None = field(default=None, metadata={"help": "Decay of the position weights exp(-(k-1)/gamma)."})
     alpha_ce: float = field(default=1.0, metadata={"help": "Weight of the cross entropy to recorded tokens."})
     alpha_tv: float = field(default=0.0, metadata={"help": "Weight of the total variation to the target."})
+    fc_learning_rate_scale: float = field(default=1.0, metadata={"help": "Factor on the learning rate of fc.weight."})
     draft_temperature: float = field(default=0.0, metadata={"help": "Temperature of the first draft; 0 is greedy."})
     feature_cache_dir: str | None = field(default=None, metadata={"help": "Folder for cached target features."})
 
@@ -68,10 +86,54 @@ class CarryoverTrainingArguments(TrainingArguments):
             )
         if self.draft_temperature < 0:
             raise ValueError(f"`draft_temperature` must not be negative, got {self.draft_temperature}.")
-        if self.gradient_checkpointing and self.gradient_checkpointing_kwargs is None:
-            # The fused context reaches the layers through an object; re-entrant checkpointing would cut its gradient.
-            self.gradient_checkpointing_kwargs = {"use_reentrant": False}
+        if self.draft_temperature > 0 and self.stage == "baseline":
+            raise ValueError(
+                f'`draft_temperature` {self.draft_temperature} is of the first draft, which `stage="baseline"` does '
+                'not have. Leave it at 0, or use `stage="carryover"`.'
+            )
+        if self.label_smoothing_factor:
+            raise ValueError(
+                f"`label_smoothing_factor` is not supported, got {self.label_smoothing_factor}. `alpha_tv` learns "
+                "from the target's whole distribution."
+            )
+        if self.bf16_full_eval or self.fp16_full_eval:
+            raise ValueError(
+                "`bf16_full_eval` and `fp16_full_eval` would round the float32 master weights. Use `bf16=True` or "
+                "`fp16=True`, which hold for evaluation too."
+            )
         super().__post_init__()
+        if self.gradient_checkpointing:
+            self._check_checkpointing()
+
+    def _check_checkpointing(self) -> None:
+        """Checkpointing without re-entrance: the fused context reaches the layers through an object, unseen by it."""
+        kwargs = {"use_reentrant": False, **(self.gradient_checkpointing_kwargs or {})}
+        if kwargs["use_reentrant"]:
+            raise ValueError(
+                f"`use_reentrant=True` would lose the gradient of the context. Leave it out of {kwargs}, the arguments "
+                "of checkpointing."
+            )
+        self.gradient_checkpointing_kwargs = kwargs
+        if hasattr(self, "activation_checkpointing_kwargs"):  # its name in newer versions; the parent mirrors the rest
+            self.activation_checkpointing_kwargs = kwargs
+
+    def check_drafter(self, config: CarryoverConfig) -> None:
+        """Raise a `ValueError` when the stage contradicts the drafter, and warn about options without effect."""
+        if self.stage == "baseline" and config.carry:
+            raise ValueError(
+                '`stage="baseline"` trains a drafter without carry, but `config.carry` is True. Load it with '
+                '`carry=False`, or use `stage="carryover"`.'
+            )
+        needs_target = [
+            ("carried rows", self.stage == "carryover" and config.carry),
+            ("`alpha_tv`", self.alpha_tv > 0),
+        ]
+        reasons = [name for name, needed in needs_target if needed]
+        if self.feature_cache_dir is not None and reasons:
+            logger.warning(
+                "`feature_cache_dir` has no effect: %s need(s) a pass of the target over every batch anyway.",
+                " and ".join(reasons),
+            )
 
     def position_gamma(self, block_size: int) -> float:
         """`gamma`, or its default for a block of `block_size` proposals."""

@@ -1,12 +1,11 @@
-"""Chat prompts, the chat template seen as tokens, and the engines that answer token ids.
+# Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
+"""Chat prompts, and the chat template seen as tokens.
 
-Everything that turns text into the token ids a target sees at inference is here; `recording.py` decides what to keep.
-Three rules hold throughout:
+Everything that turns text into the token ids a target sees at inference is here; `engines.py` answers them, and
+`recording.py` decides what to keep. Two rules hold throughout:
 
 - tokens a target generated are never decoded and tokenised again: what was sampled is what is recorded;
-- a later turn is rendered by the template itself, so the recorded prefix is the one inference sees;
-- an engine is a function `generate_ids(prompts, seeds) -> answers` on lists of token ids. One seed per prompt makes a
-  sampled answer depend on the prompt's number and turn, not on what ran before it, so a resumed run repeats it.
+- a later turn is rendered by the template itself, so the recorded prefix is the one inference sees.
 """
 
 import gzip
@@ -14,21 +13,13 @@ import hashlib
 import json
 import os
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from tqdm.auto import tqdm
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers import GenerationConfig
 
-
-logger = logging.get_logger(__name__)
-
-GenerateIds = Callable[[list[list[int]], list[int]], list[list[int]]]
 
 # Stands for a message's content when the template is rendered to find out what it writes around that content.
 SENTINEL = "CARRYOVERCONTENT"
@@ -430,239 +421,3 @@ class Conversation:
         while self.mask and not self.mask[-1]:
             self.mask.pop()
             self.tokens.pop()
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Engines
-
-
-class TransformersGenerator:
-    """
-    `generate_ids` with a transformers model: left-padded batches of similar length.
-
-    The model's own generation defaults (penalties, top-k, minimum length) are not used: a recording is what the bare
-    target says, since training compares the drafter with the target's own distribution.
-
-    Args:
-        model (`PreTrainedModel`):
-            The frozen target.
-        stop_token_ids (`list[int]`):
-            Tokens that end an answer.
-        max_new_tokens, batch_size, do_sample, temperature, top_p, top_k:
-            As in `RecordingSettings`.
-    """
-
-    def __init__(
-        self, model, *, stop_token_ids, max_new_tokens: int, batch_size: int, do_sample, temperature, top_p, top_k
-    ):
-        self.model, self.batch_size = model, batch_size
-        # Padding is masked, so any token of the vocabulary does.
-        self.pad_token_id = stop_token_ids[0]
-        sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if do_sample else {}
-        self.generation_config = GenerationConfig(
-            max_new_tokens=max_new_tokens,
-            do_sample=do_sample,
-            eos_token_id=list(stop_token_ids),
-            pad_token_id=self.pad_token_id,
-            **sampling,
-        )
-
-    def __call__(self, prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
-        # Longest first: if the memory does not suffice, the first batch says so.
-        order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-        answers: list[list[int]] = [[] for _ in prompts]
-        own_config, was_training = self.model.generation_config, self.model.training
-        # `generate` fills every value that is not given from the model's own generation config.
-        self.model.generation_config = self.generation_config
-        self.model.eval()
-        try:
-            for start in tqdm(range(0, len(order), self.batch_size), desc="batches", leave=False):
-                batch = order[start : start + self.batch_size]
-                generated = self._generate([prompts[i] for i in batch], [seeds[i] for i in batch])
-                for index, ids in zip(batch, generated):
-                    answers[index] = ids
-        finally:
-            self.model.generation_config = own_config
-            self.model.train(was_training)
-        return answers
-
-    def _generate(self, prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
-        width, device = max(map(len, prompts)), self.model.device
-        padded = [[self.pad_token_id] * (width - len(ids)) + ids for ids in prompts]
-        seen = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
-        # The caller's random state is left as it was.
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-            torch.manual_seed(derive_seed("batch", *seeds))
-            sequences = self.model.generate(
-                input_ids=torch.tensor(padded, device=device),  # shape: [batch, width]
-                attention_mask=torch.tensor(seen, device=device),
-            )
-        # Rows that ended early are padded; whoever asked cuts at the first stop token.
-        return sequences[:, width:].tolist()
-
-
-class VLLMGenerator:
-    """
-    `generate_ids` with vLLM's offline engine.
-
-    Args:
-        llm (`vllm.LLM`):
-            The engine.
-        stop_token_ids, max_new_tokens, do_sample, temperature, top_p, top_k:
-            As in `TransformersGenerator`. vLLM batches by itself.
-    """
-
-    def __init__(self, llm, *, stop_token_ids, max_new_tokens: int, do_sample, temperature, top_p, top_k):
-        self.llm, self.sampling_params = llm, import_vllm().SamplingParams
-        self.common = {
-            "max_tokens": max_new_tokens,
-            "temperature": temperature if do_sample else 0.0,
-            "top_p": top_p if do_sample else 1.0,
-            # -1 switches top-k off in every version; 0 is refused by older ones.
-            "top_k": top_k if do_sample and top_k else -1,
-            "stop_token_ids": list(stop_token_ids),
-            "detokenize": False,
-        }
-
-    def __call__(self, prompts: list[list[int]], seeds: list[int]) -> list[list[int]]:
-        if not prompts:
-            return []
-        outputs = self.llm.generate(
-            prompts=[{"prompt_token_ids": ids} for ids in prompts],
-            sampling_params=[self.sampling_params(**self.common, seed=seed) for seed in seeds],
-            use_tqdm=True,
-        )
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def import_vllm():
-    """vLLM itself, imported only where it is used."""
-    try:
-        import vllm
-    except ImportError as error:
-        raise ImportError(
-            f"Recording with vLLM needs vLLM, which could not be imported ({error}). Install it with `pip install "
-            "'hf_carryover[vllm]'`, or record with transformers."
-        ) from error
-    return vllm
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Prompts from the target itself
-
-
-def self_prompts(
-    generate_ids: GenerateIds | PreTrainedModel,
-    tokenizer,
-    n: int,
-    *,
-    seed: int = 0,
-    temperature: float = 1.0,
-    top_p: float = 0.95,
-    min_prompt_tokens: int = 4,
-    max_prompt_tokens: int = 256,
-    batch_size: int = 8,
-    openings: Iterable[str] | None = None,
-    chat_template_kwargs: dict | None = None,
-) -> tuple[list[dict], Counter]:
-    """
-    Lets the target write the user turns itself, for when there are no prompts.
-
-    The chat template is rendered up to the start of a user's content, and the target goes on until it ends the turn
-    (the procedure of Magpie, arXiv 2406.08464). Turns that are unfinished, too short, empty, a duplicate, or hold
-    special tokens are dropped, and more are drawn, at most `4 * n` in all.
-
-    Args:
-        generate_ids (`Callable` or `PreTrainedModel`):
-            The target, or a function from token ids and seeds to token ids; its sampling is then its own matter.
-        tokenizer (`PreTrainedTokenizerBase`):
-            Tokenizer of the target, with a chat template.
-        n (`int`):
-            Number of prompts wanted.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the draws.
-        temperature (`float`, *optional*, defaults to `1.0`), top_p (`float`, *optional*, defaults to `0.95`):
-            Sampling of the user turns.
-        min_prompt_tokens (`int`, *optional*, defaults to `4`):
-            Turns for which fewer tokens were generated, end of turn not counted, are dropped.
-        max_prompt_tokens (`int`, *optional*, defaults to `256`):
-            Turns that do not end within so many generated tokens are dropped.
-        batch_size (`int`, *optional*, defaults to `8`):
-            Turns written at a time by a transformers model.
-        openings (`Iterable[str]`, *optional*):
-            Beginnings of user turns, used in turn to steer towards a domain, such as `"Translate to German: "`.
-        chat_template_kwargs (`dict`, *optional*):
-            Extra variables of the template.
-
-    Returns:
-        `tuple[list[dict], Counter]`: prompts with `id` and `messages`, and the numbers of turns drawn, kept and
-        dropped, by reason.
-    """
-    template = ChatTemplate(tokenizer, chat_template_kwargs)
-    before = template.around([], "user", [])[0]
-    stop_text = template.end_of_turn("user")[1]
-    openings = list(openings or [""])
-    if n < 1 or not openings:
-        raise RecordingError(f"Got n={n} and {len(openings)} openings, expected at least one of each.")
-    stops = user_stop_token_ids(template)
-    if isinstance(generate_ids, PreTrainedModel):
-        stops = user_stop_token_ids(template, generate_ids.generation_config)
-        generate_ids = TransformersGenerator(
-            generate_ids,
-            stop_token_ids=stops,
-            max_new_tokens=max_prompt_tokens,
-            batch_size=batch_size,
-            do_sample=True,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=0,
-        )
-    prefixes = [template.encode(before + opening) for opening in openings]
-    kept, seen, counts = [], set(), Counter()
-    while len(kept) < n and counts["drawn"] < 4 * n:
-        draws = range(counts["drawn"], min(counts["drawn"] + n - len(kept), 4 * n))
-        written = generate_ids(
-            [prefixes[draw % len(openings)] for draw in draws],
-            [derive_seed(seed, "user turn", draw) for draw in draws],
-        )
-        for draw, ids in zip(draws, written):
-            text, reason = _user_turn(template, ids, stops, stop_text, min_prompt_tokens)
-            text = (openings[draw % len(openings)] + text).strip()
-            if reason is None and " ".join(text.lower().split()) in seen:
-                reason = "duplicate"
-            counts[reason or "kept"] += 1
-            if reason is None:
-                seen.add(" ".join(text.lower().split()))
-                kept.append({"id": f"self-{seed}-{draw}", "messages": [{"role": "user", "content": text}]})
-        counts["drawn"] += len(draws)
-    if not kept:
-        raise RecordingError(
-            f"None of {counts['drawn']} user turns the target wrote is usable: {dict(counts)}. Raise "
-            f"max_prompt_tokens={max_prompt_tokens} if they are unfinished, or give prompts."
-        )
-    if len(kept) < n:
-        logger.warning(f"Only {len(kept)} of {n} user turns are usable after {counts['drawn']} draws: {dict(counts)}.")
-    return kept, counts
-
-
-def user_stop_token_ids(template: ChatTemplate, generation_config: GenerationConfig | None = None) -> list[int]:
-    """Every token that ends a user turn that the target writes."""
-    return sorted({*template.stop_token_ids(generation_config), template.end_of_turn("user")[0]} - {None})
-
-
-def _user_turn(template: ChatTemplate, ids: list[int], stops: list[int], stop_text: str, minimum: int):
-    """Text of one written user turn, and why it is dropped, if it is."""
-    end = next((position for position, token in enumerate(ids) if token in stops), None)
-    content = ids if end is None else ids[:end]
-    text = template.decode(content)
-    if stop_text and stop_text in text:  # a template that ends a user turn with ordinary text
-        text, end = text.split(stop_text)[0], len(content)
-    if end is None:
-        return text, "unfinished"
-    if not text.strip():
-        return text, "empty"
-    if len(content) < minimum:
-        return text, "too_short"
-    if template.special_ids.intersection(content):
-        return text, "special_tokens"
-    return text, None

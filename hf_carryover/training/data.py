@@ -8,7 +8,8 @@ import logging
 import torch
 from datasets import Dataset
 
-from .recording import load_recordings
+from .loading import load_recordings
+
 
 logger = logging.getLogger(__name__)
 
@@ -63,16 +64,16 @@ def prepare_recordings(recordings, vocab_size: int, name: str = "dataset") -> Da
     dataset = load_recordings(recordings, vocab_size=vocab_size, min_response_tokens=1)
     total = len(dataset)
     # An anchor is a position in front of a response token, so position 0 can't be a label.
-    dataset = dataset.filter(lambda masks: [any(mask[1:]) for mask in masks], input_columns="response_mask", batched=True)
-    if len(dataset) < total:
+    keep = [index for index, mask in enumerate(dataset["response_mask"]) if any(mask[1:])]
+    if len(keep) < total:
+        dataset = dataset.select(keep)
         logger.warning("%s: dropped %d of %d recordings without an anchor.", name, total - len(dataset), total)
     if len(dataset) == 0:
         raise ValueError(
             f"{name}: none of {total} recordings has an anchor (a position in front of a response token). Check that "
             "`response_mask` marks what the target produced."
         )
-    keep = ["input_ids", "response_mask"]
-    dataset = dataset.remove_columns([column for column in dataset.column_names if column not in keep])
+    dataset = dataset.select_columns(["input_ids", "response_mask"])
     return dataset.add_column("example_index", list(range(len(dataset))))
 
 
@@ -81,6 +82,8 @@ def frequent_tokens(recordings: Dataset, size: int, vocab_size: int) -> torch.Lo
     A draft vocabulary: the `size` tokens most frequent in the responses, increasing, shape `(size,)`. Where the
     responses have fewer distinct tokens, the smallest other ids fill up.
     """
+    if not 1 <= size <= vocab_size:
+        raise ValueError(f"A draft vocabulary has 1 ... {vocab_size} tokens (the target's), got {size}.")
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for row in recordings:
         tokens = torch.as_tensor(row["input_ids"])[torch.as_tensor(row["response_mask"]).bool()]

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
-"""The block loss, a plain function of tensors."""
+"""The block loss and the acceptance metrics, plain functions of tensors."""
 
 from __future__ import annotations
 
@@ -38,3 +38,39 @@ def block_loss(
     # where, not a product: an ignored row may hold infinities.
     weights = weights.flatten()
     return torch.where(weights > 0, loss * weights, torch.zeros_like(loss)).view(labels.shape)
+
+
+def acceptance_counts(accepted: torch.LongTensor, runs: torch.LongTensor, block_size: int) -> torch.LongTensor:
+    """
+    What the blocks of anchors with `runs` recorded response tokens behind them count for, once verified.
+
+    Args:
+        accepted (`torch.LongTensor` of shape `(num_anchors,)`): Accepted proposals, none behind the response's end.
+        runs (`torch.LongTensor` of shape `(num_anchors,)`): Recorded tokens from `a + 1` to the response's end.
+        block_size (`int`): `B`.
+
+    Returns:
+        `torch.LongTensor` of shape `(num_anchors, 2 + 2 B)`: 1 (the block); tokens committed; for each `k` whether
+        `y_k` was accepted; and for each `k` whether it was judged, that is, whether `y_1 … y_{k-1}` were accepted and
+        the response has a token there.
+
+    Example: of 2 accepted proposals with 5 tokens to come, 3 tokens are committed, the target's own included; with 2
+    to come the response ends with the second, and 2 are committed.
+    """
+    accepted, runs = accepted.unsqueeze(1), runs.unsqueeze(1)
+    rows = torch.arange(1, block_size + 1, device=accepted.device)
+    judged = (accepted >= rows - 1) & (runs >= rows)
+    return torch.cat([torch.ones_like(runs), torch.minimum(accepted + 1, runs), accepted >= rows, judged], dim=1)
+
+
+def acceptance_metrics(totals: list[float]) -> dict[str, float]:
+    """
+    `tau`, `blocks` and `acceptance_k` from sums of [`acceptance_counts`] over any set of blocks (micro-average); `nan`
+    where nothing was judged.
+    """
+    blocks, committed, *positions = totals
+    metrics = {"tau": committed / blocks if blocks else float("nan"), "blocks": int(blocks)}
+    half = len(positions) // 2
+    for k, (passed, judged) in enumerate(zip(positions[:half], positions[half:], strict=True), start=1):
+        metrics[f"acceptance_{k}"] = passed / judged if judged else float("nan")
+    return metrics

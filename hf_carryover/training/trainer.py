@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
+from ..configuration_carryover import CarryoverConfig
 from ..modeling_carryover import CarryoverDrafter
 from ..target import TargetHead, check_fit
 from .anchors import (
@@ -25,14 +27,19 @@ from .anchors import (
     position_weights,
     response_runs,
     sample_anchors,
+    sample_draws,
     to_draft_labels,
 )
 from .arguments import CarryoverTrainingArguments
 from .data import RecordingCollator, prepare_recordings
-from .losses import block_loss
+from .losses import acceptance_counts, acceptance_metrics, block_loss
 from .verification import Branches, FrozenTarget, RecordedPass
 
+
 logger = logging.getLogger(__name__)
+
+# Fields that may differ between a checkpoint's configuration and the drafter's: the weights mean the same.
+HARMLESS_FIELDS = {"attention_dropout", "draft_sampling", "initializer_range", "max_position_embeddings"}
 
 
 @dataclass
@@ -59,55 +66,129 @@ class CarryoverTrainer(Trainer):
     Trains a [`CarryoverDrafter`] on recorded responses of its frozen target.
 
     Args:
-        model ([`CarryoverDrafter`]): The drafter.
-        target (`PreTrainedModel`): Its target. No gradient reaches it and no setting of it is changed.
+        model ([`CarryoverDrafter`]):
+            The drafter. It is trained in float32, and cast to it when it comes in another dtype: at the usual learning
+            rates a bfloat16 weight near 1 never moves.
+        target (`PreTrainedModel`):
+            Its target, moved to the training device unless it is spread over several. Nothing else of it is changed,
+            and no gradient reaches it.
         args ([`CarryoverTrainingArguments`]): Arguments; `args.stage` chooses the stage.
         train_dataset, eval_dataset (`str` or `datasets.Dataset`, *optional*):
-            Recordings, in any form [`load_recordings`] reads.
+            Recordings, in any form [`load_recordings`] reads. For evaluation also a dictionary of several.
         kwargs: Of [`~transformers.Trainer`].
 
     Raises:
-        ValueError: Before any step, if drafter and target do not fit or the recordings can't be used.
+        ValueError: Before any step, if drafter, target and arguments do not fit or the recordings can't be used.
 
-    Logged beside the loss: `accepted_first`, `m` of the first draft, and `carried`, rows per block. Evaluation gives
-    `loss`, `tau` (1 + accepted proposals of the drafted block, simulated at sampled anchors against the recording)
-    and `acceptance_k`.
+    Logged beside the loss, for this process: `block_loss`, the weighted mean over the labels of the drafted blocks
+    (the loss itself is divided by the weights of the *sampled* anchors' labels, which no drafter can change);
+    `accepted_first`, `m` of the first draft; `carried`, rows per block; and `skipped`, recordings and blocks left out
+    for features that are not finite, so far.
+
+    Evaluation gives `loss`; `tau`, tokens committed per drafted block, simulated at sampled anchors against the
+    recording (accepted proposals and the target's own token, none behind the end of a response); `acceptance_k`,
+    P(`y_k` accepted | `y_1 … y_{k-1}` accepted); and `blocks`, how many were counted.
     """
 
     _tag_names = ("hf_carryover", "speculative-decoding")
 
-    def __init__(self, model, target: nn.Module, args: CarryoverTrainingArguments, train_dataset=None, eval_dataset=None, **kwargs):
-        if not isinstance(model, CarryoverDrafter):
-            raise TypeError(f"`model` must be a CarryoverDrafter, got {type(model).__name__}.")
-        if not isinstance(args, CarryoverTrainingArguments):
-            raise TypeError(f"`args` must be CarryoverTrainingArguments, got {type(args).__name__}.")
-        if args.stage == "baseline" and model.config.carry:
-            raise ValueError(
-                "`stage='baseline'` trains a drafter without carry, but `config.carry` is True. Load it with "
-                "`carry=False`, or use `stage='carryover'`."
-            )
+    def __init__(
+        self,
+        model: CarryoverDrafter,
+        target: nn.Module,
+        args: CarryoverTrainingArguments,
+        train_dataset=None,
+        eval_dataset=None,
+        **kwargs,
+    ):
+        _check_usage(model, args, kwargs)
         check_fit(model, target, kwargs.get("processing_class"))
-        if train_dataset is not None:
-            train_dataset = prepare_recordings(train_dataset, model.config.vocab_size, "train_dataset")
-        if eval_dataset is not None:
-            eval_dataset = prepare_recordings(eval_dataset, model.config.vocab_size, "eval_dataset")
+        self.target = FrozenTarget(target, model.config.target_layer_ids, args.feature_cache_dir)
+        if args.stage == "carryover" and model.config.carry:
+            self.target.check_branches()
+        self._vocab_size = model.config.vocab_size
         kwargs.setdefault("data_collator", RecordingCollator())
-        super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
+        super().__init__(
+            model=model.float(),
+            args=args,
+            train_dataset=self._prepared(train_dataset, "train_dataset"),
+            eval_dataset=self._prepared(eval_dataset, "eval_dataset"),
+            **kwargs,
+        )
         # The loss is divided by the weights of the whole accumulated, global batch: see `get_batch_samples`.
         self.model_accepts_loss_kwargs = True
         self.drafter = model
         if getattr(target, "hf_device_map", None) is None:
-            target = target.to(args.device)
-        self.target = FrozenTarget(target, model.config.target_layer_ids, args.feature_cache_dir)
+            target.to(args.device)
         self.head = TargetHead(self.target.model, model)
         # Under autocast the product runs in the low precision anyway; otherwise it is exact in the master's dtype.
         if not (args.bf16 or args.fp16):
             self.head.weight = self.head.weight.to(model.dtype)
             self.head.bias = None if self.head.bias is None else self.head.bias.to(model.dtype)
         self.head.weight = self.head.weight.detach()
+        self.head.bias = None if self.head.bias is None else self.head.bias.detach()
         self.weights = position_weights(model.config.block_size, args.position_gamma(model.config.block_size))
         self._stats: dict[str, torch.Tensor] = {}
         self.skipped_sequences = 0
+        self.skipped_blocks = 0
+
+    # Data
+
+    def _prepared(self, recordings, name: str):
+        """Recordings checked and numbered; a dictionary of them one by one; what is prepared already as it is."""
+        if isinstance(recordings, dict):
+            return {key: self._prepared(part, f"{name}[{key!r}]") for key, part in recordings.items()}
+        if recordings is None or "example_index" in (getattr(recordings, "column_names", None) or ()):
+            return recordings
+        return prepare_recordings(recordings, self._vocab_size, name)
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        """Of `eval_dataset`, recordings in any form or the name of one of several, or of the trainer's own."""
+        if isinstance(eval_dataset, str) and isinstance(self.eval_dataset, dict) and eval_dataset in self.eval_dataset:
+            return super().get_eval_dataloader(eval_dataset)
+        return super().get_eval_dataloader(self._prepared(eval_dataset, "eval_dataset"))
+
+    def get_test_dataloader(self, test_dataset):
+        """Of recordings in any form."""
+        return super().get_test_dataloader(self._prepared(test_dataset, "test_dataset"))
+
+    # Checkpoints
+
+    def check_checkpoint(self, checkpoint: str | Path) -> None:
+        """Raise a `ValueError` when `checkpoint` is no checkpoint, or one of a drafter of another shape or kind."""
+        path = Path(checkpoint) / "config.json"
+        if not path.is_file():
+            raise ValueError(f"{str(checkpoint)!r} is no checkpoint to resume from: it has no `config.json`.")
+        saved, ours = CarryoverConfig.from_json_file(path).to_dict(), self.drafter.config.to_dict()
+        fields = sorted(set(CarryoverConfig.__annotations__) - HARMLESS_FIELDS)
+        different = [k for k in fields if saved.get(k) != ours.get(k)]
+        if different:
+            values = ", ".join(f"`{k}` is {saved.get(k)} there and {ours.get(k)} here" for k in different)
+            raise ValueError(
+                f"The checkpoint {str(checkpoint)!r} is of another drafter: {values}. Resume with the settings of "
+                "that run, or choose another `output_dir`."
+            )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
+        self.check_checkpoint(resume_from_checkpoint)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        loaded = self.drafter.draft_token_ids()
+        if loaded is not None and not torch.equal(loaded.cpu(), self.head.token_ids.cpu()):
+            raise ValueError(
+                f"The checkpoint {str(resume_from_checkpoint)!r} has another draft vocabulary of equal size. Resume "
+                "with the recordings of that run, or choose another `output_dir`."
+            )
+
+    def create_optimizer(self, *args, **kwargs):
+        """The optimizer of `Trainer`, with `fc.weight` in a group of its own where its learning rate is scaled."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        scale, weight = self.args.fc_learning_rate_scale, self.drafter.fc.weight
+        if scale != 1.0 and not any(group.get("is_fc") for group in optimizer.param_groups):
+            group = next(group for group in optimizer.param_groups if any(p is weight for p in group["params"]))
+            group["params"] = [p for p in group["params"] if p is not weight]
+            own = {**group, "params": [weight], "lr": group["lr"] * scale, "is_fc": True}
+            optimizer.add_param_group(own)
+        return optimizer
 
     # Anchors and normalisation
 
@@ -120,23 +201,35 @@ class CarryoverTrainer(Trainer):
         total = torch.zeros((), device=device)
         for batch in batches:
             self.add_anchors(batch, step=self.state.global_step + 1)
-            total += self._label_weights(batch, batch["sequence_index"], batch["anchor_positions"])[1].sum().to(device)
+            total += self._anchor_weight(batch).to(device)
         if self.args.world_size > 1:
             total = self.accelerator.reduce(total, reduction="sum")
         return batches, total
 
     def add_anchors(self, batch: dict, step: int) -> None:
-        """Sample anchors into `batch` as `sequence_index` and `anchor_positions`."""
+        """
+        Sample anchors into `batch` as `sequence_index` and `anchor_positions`, and with a `draft_temperature` the
+        `draws` of their first drafts.
+        """
+        args, examples = self.args, batch["example_index"]
         batch["sequence_index"], batch["anchor_positions"] = sample_anchors(
-            batch["response_mask"], batch["example_index"], self.args.anchors_per_response, self.args.seed, step
+            batch["response_mask"], examples, args.anchors_per_response, args.seed, step
         )
+        if args.draft_temperature > 0:
+            block_size = self.drafter.config.block_size
+            batch["draws"] = sample_draws(batch["sequence_index"], examples, block_size, args.seed, step)
+
+    def _anchor_weight(self, batch: dict) -> torch.Tensor:
+        """Sum of the label weights of the sampled anchors, a scalar."""
+        return self._label_weights(batch, batch["sequence_index"], batch["anchor_positions"])[1].sum()
 
     def _label_weights(self, batch: dict, sequence_index, positions):
-        """Draft labels and weights of blocks, and the target ids, each `(num_blocks, block_size)`."""
+        """
+        Draft labels and weights of blocks, and the recorded tokens and whether they exist, each
+        `(num_blocks, block_size)`. A token that the draft vocabulary lacks exists with weight 0.
+        """
         block_size = self.drafter.config.block_size
-        tokens, exist = block_labels(
-            batch["input_ids"], batch["response_mask"], sequence_index, positions, block_size
-        )
+        tokens, exist = block_labels(batch["input_ids"], batch["response_mask"], sequence_index, positions, block_size)
         token_ids = self.head.token_ids
         labels, valid = to_draft_labels(tokens, exist, None if token_ids is None else token_ids.to(tokens.device))
         return labels, valid * self.weights.to(valid.device), tokens, exist
@@ -146,10 +239,9 @@ class CarryoverTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Weighted block loss of a micro batch, over the weights of the whole step."""
         losses, _ = self.block_losses(model, inputs)
-        if num_items_in_batch is None:
-            num_items_in_batch = self._label_weights(inputs, inputs["sequence_index"], inputs["anchor_positions"])[1].sum()
+        total = self._anchor_weight(inputs) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
         # The processes' gradients are averaged, so each scales its share up.
-        loss = losses.sum() * self.args.world_size / torch.as_tensor(num_items_in_batch).clamp(min=1e-6).to(losses.device)
+        loss = losses.sum() * self.args.world_size / total.to(losses.device).clamp(min=1e-6)
         return (loss, None) if return_outputs else loss
 
     def block_losses(self, model: nn.Module, batch: dict) -> tuple[torch.Tensor, dict]:
@@ -158,7 +250,8 @@ class CarryoverTrainer(Trainer):
 
         Returns:
             `tuple[torch.Tensor, dict]`: losses `(num_blocks, block_size)`, already weighted, with gradient; and what
-            was computed on the way: `blocks`, `labels`, `weights`, `tokens`, `exist`, `hidden_states`.
+            was computed on the way: `blocks`, and for each of them `anchors` (tokens), `labels`, `weights`, `tokens`,
+            `exist`, `hidden_states`.
         """
         carry = self.args.stage == "carryover"
         recorded = self.target.record(
@@ -167,16 +260,17 @@ class CarryoverTrainer(Trainer):
             keep_cache=carry and self.drafter.config.carry,
             keep_logits=self.args.alpha_tv > 0,
         )
-        healthy = self._drop_non_finite(recorded)
-        blocks = Blocks(
-            batch["sequence_index"], batch["anchor_positions"], healthy[batch["sequence_index"]], carried={}
-        )
-        if blocks.positions.numel() == 0:
+        healthy = self._drop_non_finite(recorded, batch["attention_mask"])
+        sequence_index, positions, draws = batch["sequence_index"], batch["anchor_positions"], batch.get("draws")
+        counted = healthy[sequence_index]
+        if positions.numel() == 0:
             # A process without an anchor still takes part in the step: one block that doesn't count.
-            blocks.sequence_index = blocks.positions = batch["input_ids"].new_zeros(1)
-            blocks.counted = torch.zeros(1, dtype=torch.bool, device=blocks.positions.device)
+            sequence_index = positions = batch["input_ids"].new_zeros(1)
+            counted = healthy.new_zeros(1)
+            draws = None if draws is None else draws.new_zeros((1, draws.shape[1]))
+        blocks = Blocks(sequence_index, positions, counted, carried={})
         if carry:
-            blocks = self._shift(batch, recorded, blocks)
+            blocks = self._shift(batch, recorded, blocks, draws)
         labels, weights, tokens, exist = self._label_weights(batch, blocks.sequence_index, blocks.positions)
         weights = weights * blocks.counted.unsqueeze(1)
         anchors = batch["input_ids"][blocks.sequence_index, blocks.positions]
@@ -199,8 +293,10 @@ class CarryoverTrainer(Trainer):
         }
 
     def _draft(self, model, features, anchors, blocks: Blocks, previous):
+        embeds = self.head.embed(anchors, features.device).detach()
         return model(
-            anchor_embeds=self.head.embed(anchors, features.device).detach(),
+            # What doesn't count must be finite all the same: 0 times NaN is NaN.
+            anchor_embeds=torch.where(blocks.counted.unsqueeze(1), embeds, 0.0),
             anchor_positions=blocks.positions,
             features=features,
             sequence_index=blocks.sequence_index,
@@ -212,12 +308,11 @@ class CarryoverTrainer(Trainer):
         )
 
     @torch.no_grad()
-    def _shift(self, batch: dict, recorded: RecordedPass, blocks: Blocks) -> Blocks:
+    def _shift(self, batch: dict, recorded: RecordedPass, blocks: Blocks, draws: torch.Tensor | None) -> Blocks:
         """Steps 1 to 3: first draft, verification, and the shifted anchors with their carried rows."""
-        drafter, block_size = self.drafter, self.drafter.config.block_size
         anchors = batch["input_ids"][blocks.sequence_index, blocks.positions]
-        outputs = self._draft(drafter, recorded.features, anchors, blocks, previous=None)
-        proposals = self.roll_out(outputs.logits, anchors, self.args.draft_temperature)
+        outputs = self._draft(self.drafter, recorded.features, anchors, blocks, previous=None)
+        proposals = self.roll_out(outputs.logits, anchors, self.args.draft_temperature, draws)
         _, _, tokens, exist = self._label_weights(batch, blocks.sequence_index, blocks.positions)
         accepted = accepted_prefix(proposals, tokens, exist)
         # x_{a'} must be the target's own token and have a recorded successor.
@@ -225,10 +320,8 @@ class CarryoverTrainer(Trainer):
         kept = blocks.counted & (runs >= accepted + 2)
         counted = kept
         if not kept.any():  # keep one, uncounted, so that there is a graph
-            kept = torch.zeros_like(kept)
-            kept[0] = True
-        # The uncounted one may be shifted past the end.
-        last = batch["input_ids"].shape[1] - 1
+            kept = torch.arange(len(kept), device=kept.device) == 0
+        last = batch["input_ids"].shape[1] - 1  # the uncounted one may be shifted past it
         shifted = Blocks(
             sequence_index=blocks.sequence_index[kept],
             positions=(blocks.positions + accepted + 1)[kept].clamp(max=last),
@@ -236,25 +329,44 @@ class CarryoverTrainer(Trainer):
             carried={},
             first_accepted=accepted[kept],
         )
-        if drafter.config.carry:
-            rows = torch.arange(1, block_size + 1, device=accepted.device)
-            rejected = (rows > accepted.unsqueeze(1))[kept]
-            branches = Branches(
-                tokens=proposals[kept],
-                sequence_index=shifted.sequence_index,
-                anchor_positions=blocks.positions[kept],
-                accepted=shifted.first_accepted,
-                verify=rejected,
-            )
-            shifted.carried = {
-                "carried_features": self.target.verify(recorded, branches),
-                "carried_positions": blocks.positions[kept].unsqueeze(1) + rows,
-                "carried_mask": rejected,
-            }
+        if self.drafter.config.carry:
+            self._carry(recorded, shifted, proposals[kept], blocks.positions[kept])
         return shifted
 
+    def _carry(self, recorded: RecordedPass, shifted: Blocks, proposals: torch.LongTensor, anchor_positions) -> None:
+        """Step 2 for the rejected rows of the blocks that are kept: verify them, and let `shifted` carry them."""
+        rows = torch.arange(1, proposals.shape[1] + 1, device=proposals.device)
+        # A block that doesn't count carries nothing: its sequence may be one whose features are not finite.
+        rejected = (rows > shifted.first_accepted.unsqueeze(1)) & shifted.counted.unsqueeze(1)
+        branches = Branches(
+            tokens=proposals,
+            sequence_index=shifted.sequence_index,
+            anchor_positions=anchor_positions,
+            accepted=shifted.first_accepted,
+            verify=rejected,
+        )
+        features = self.target.verify(recorded, branches)
+        finite = torch.isfinite(features).flatten(1).all(dim=1)
+        if not bool(finite.all()):
+            bad = int((~finite).sum())
+            self.skipped_blocks += bad
+            features = torch.where(finite[:, None, None], features, 0.0)
+            logger.warning(f"Skipped {bad} blocks with verified states not finite ({self.skipped_blocks} so far).")
+        shifted.counted = shifted.counted & finite
+        shifted.carried = {
+            "carried_features": features,
+            "carried_positions": anchor_positions.unsqueeze(1) + rows,
+            "carried_mask": rejected & finite.unsqueeze(1),
+        }
+
     @torch.no_grad()
-    def roll_out(self, logits: torch.Tensor, anchors: torch.LongTensor, temperature: float = 0.0) -> torch.LongTensor:
+    def roll_out(
+        self,
+        logits: torch.Tensor,
+        anchors: torch.LongTensor,
+        temperature: float = 0.0,
+        draws: torch.Tensor | None = None,
+    ) -> torch.LongTensor:
         """
         Proposals `(num_blocks, block_size)`, target ids, from base logits (without Markov bias), left to right.
 
@@ -262,6 +374,8 @@ class CarryoverTrainer(Trainer):
             logits (`torch.Tensor` of shape `(num_blocks, block_size, output_vocab_size)`): Of the target's head.
             anchors (`torch.LongTensor` of shape `(num_blocks,)`): Anchor tokens.
             temperature (`float`, *optional*, defaults to 0.0): 0 takes the likeliest token.
+            draws (`torch.Tensor` of shape `(num_blocks, block_size)`, *optional*):
+                Uniform numbers that decide what is sampled; needed with a temperature.
         """
         markov, token_ids = self.drafter.markov_head, self.head.token_ids
         previous, drawn = anchors, []
@@ -270,7 +384,10 @@ class CarryoverTrainer(Trainer):
             if markov is not None:
                 scores = scores + markov(previous).float()
             if temperature:
-                token = torch.multinomial(torch.softmax(scores / temperature, dim=-1), 1).squeeze(1)
+                levels = torch.softmax(scores / temperature, dim=-1).cumsum(dim=-1)
+                # Scaled by the last level, which rounding may leave beside 1.
+                level = draws[:, k : k + 1] * levels[:, -1:]
+                token = torch.searchsorted(levels, level, right=True).squeeze(1).clamp(max=levels.shape[1] - 1)
             else:
                 token = scores.argmax(dim=-1)
             previous = token if token_ids is None else token_ids[token]
@@ -286,18 +403,24 @@ class CarryoverTrainer(Trainer):
             probs = probs[..., self.head.token_ids]
         return probs[blocks.sequence_index.unsqueeze(1), rows]
 
-    def _drop_non_finite(self, recorded: RecordedPass) -> torch.BoolTensor:
-        """Zero and count sequences whose features are not finite; returns which sequences are healthy."""
-        healthy = torch.isfinite(recorded.features).flatten(1).all(dim=1)
-        bad = int((~healthy).sum())
-        if bad:
+    def _drop_non_finite(self, recorded: RecordedPass, attention_mask: torch.Tensor) -> torch.BoolTensor:
+        """Zero and count sequences whose features or logits are not finite; returns which sequences are healthy."""
+        finite = torch.isfinite(recorded.features).all(dim=-1)
+        if recorded.logits is not None:  # -inf is a token that the target never produces
+            finite &= ~(recorded.logits.isnan() | recorded.logits.isposinf()).any(dim=-1)
+        healthy = (finite | (attention_mask == 0)).all(dim=1)
+        if not bool(finite.all()):
+            # Padding too: nothing sees it, but a weight of 0 times NaN is NaN. Where it counts, 0 has no gradient.
+            keep = (healthy.unsqueeze(1) & finite).unsqueeze(-1)
+            recorded.features = torch.where(keep, recorded.features, 0.0)
+            if recorded.logits is not None:
+                recorded.logits = torch.where(keep, recorded.logits, 0.0)
+        if not bool(healthy.all()):
+            bad = int((~healthy).sum())
             self.skipped_sequences += bad
-            recorded.features = torch.where(healthy[:, None, None], recorded.features, 0.0)
             logger.warning(
-                "Skipped %d recordings whose target features are not finite (%d so far). Run the target in a wider "
-                "dtype, or remove them.",
-                bad,
-                self.skipped_sequences,
+                f"Skipped {bad} recordings whose target features are not finite ({self.skipped_sequences} so far). "
+                "Run the target in a wider dtype, or remove them."
             )
         return healthy
 
@@ -321,53 +444,70 @@ class CarryoverTrainer(Trainer):
                 if name in self._stats:
                     logs[name] = round(float(self._stats[name]) / blocks, 4)
             logs["block_loss"] = float(self._stats["weighted"]) / max(float(self._stats["weights"]), 1e-6)
+            if self.skipped_sequences or self.skipped_blocks:
+                logs["skipped"] = self.skipped_sequences + self.skipped_blocks
             self._stats = {}
         super().log(logs, *args, **kwargs)
 
     @torch.no_grad()
-    def evaluation_loop(self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"):
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ):
         """Loss, simulated τ and per-position acceptance over `dataloader`, micro-averaged over all blocks."""
-        model = self._wrap_model(self.model, training=False, dataloader=dataloader)
-        if self.accelerator.unwrap_model(model) is self.drafter and not self.is_in_train:
-            model = self.accelerator.prepare_model(self.drafter, evaluation_mode=True)
+        model = self._wrap_model(self.model, training=False)
+        if not self.accelerator._models and model is self.model:
+            # Evaluation without training: once, since each call would wrap `forward` again.
+            model = self.accelerator.prepare_model(model, evaluation_mode=True)
         was_training = self.drafter.training
         self.drafter.eval()
-        totals, examples = None, 0
+        totals = torch.zeros(4 + 2 * self.drafter.config.block_size, dtype=torch.float64)
+        examples = 0
         for batch in dataloader:
             batch = self._prepare_inputs(batch)
             self.add_anchors(batch, step=0)
+            # Per sequence: so what a sampler repeated to fill the last batch can be left out.
             stats = self.accelerator.gather_for_metrics(self._evaluate_batch(model, batch))
-            totals = stats.sum(dim=0) if totals is None else totals + stats.sum(dim=0)
+            totals += stats.cpu().double().sum(dim=0)
             examples += len(stats)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self.drafter.train(was_training)
-        loss, weight, blocks, accepted, *positions = totals.tolist()
-        block_size = self.drafter.config.block_size
-        metrics = {
-            f"{metric_key_prefix}_loss": loss / max(weight, 1e-6),
-            f"{metric_key_prefix}_tau": 1.0 + accepted / max(blocks, 1.0),
-            f"{metric_key_prefix}_blocks": int(blocks),
-        }
-        for k in range(block_size):
-            passed, judged = positions[k], positions[block_size + k]
-            metrics[f"{metric_key_prefix}_acceptance_{k + 1}"] = passed / judged if judged else float("nan")
+        loss, weight, *counts = totals.tolist()
+        metrics = {"loss": loss / max(weight, 1e-6), **acceptance_metrics(counts)}
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=examples)
 
     def _evaluate_batch(self, model, batch: dict) -> torch.Tensor:
         """
-        Per sequence, `(num_sequences, 4 + 2 B)`: summed loss, weights, blocks, accepted proposals, and for each `k`
-        how often `y_k` was accepted and how often it was judged.
+        Per sequence, `(num_sequences, 4 + 2 B)`: summed loss, summed weights, and the sums of [`acceptance_counts`].
         """
         losses, seen = self.block_losses(model, batch)
         blocks: Blocks = seen["blocks"]
+        # Once more, without the recorded tokens' Markov bias: the proposals have their own.
         base = self.drafter.logits(seen["hidden_states"], self.head.weight, self.head.bias)
         proposals = self.roll_out(base, seen["anchors"])
-        accepted = accepted_prefix(proposals, seen["tokens"], seen["exist"]).unsqueeze(1)
-        rows = torch.arange(1, self.drafter.config.block_size + 1, device=accepted.device)
-        counted = blocks.counted.float().unsqueeze(1)
-        passed = (accepted >= rows) * counted
-        judged = ((accepted >= rows - 1) & seen["exist"]) * counted
-        columns = [losses.sum(1, keepdim=True), seen["weights"].sum(1, keepdim=True), counted, accepted * counted]
-        table = torch.cat([*columns, passed, judged], dim=1).float()
+        runs = response_runs(batch["response_mask"])[blocks.sequence_index, blocks.positions]
+        counts = acceptance_counts(accepted_prefix(proposals, seen["tokens"], seen["exist"]), runs, proposals.shape[1])
+        columns = [losses.sum(1, keepdim=True), seen["weights"].sum(1, keepdim=True)]
+        table = torch.cat([*columns, counts * blocks.counted.unsqueeze(1)], dim=1).float()
         result = table.new_zeros((batch["input_ids"].shape[0], table.shape[1]))
         return result.index_add_(0, blocks.sequence_index, table)
+
+
+def _check_usage(model, args, kwargs: dict) -> None:
+    """Refuse what the trainer can't work with, or would silently ignore."""
+    if not isinstance(model, CarryoverDrafter):
+        raise TypeError(f"`model` must be a CarryoverDrafter, got {type(model).__name__}.")
+    if not isinstance(args, CarryoverTrainingArguments):
+        raise TypeError(f"`args` must be CarryoverTrainingArguments, got {type(args).__name__}.")
+    for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"`{name}` is not supported: loss and metrics are those of the method. Override `compute_loss` or "
+                "`evaluation_loop` in a subclass."
+            )
+    args.check_drafter(model.config)
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"One process sees {args.n_gpu} GPUs and would split batches over them, which is not supported. Start one "
+            "process per GPU with `accelerate launch`, or show it one GPU with `CUDA_VISIBLE_DEVICES=0`."
+        )

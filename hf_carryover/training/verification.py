@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +71,37 @@ class FrozenTarget:
         self.cache_dir = None if feature_cache_dir is None else Path(feature_cache_dir)
         self.config = text_config(self.model)
         self.decoder = self.model.get_decoder()
+        self._identity: bytes | None = None
+
+    def check_branches(self) -> None:
+        """Raise a `ValueError` when [`FrozenTarget.verify`] could not mask branches in this target."""
+        name = type(self.model).__name__
+        way_out = 'Train with `stage="baseline"`, or without carry.'
+        layer_types = set(getattr(self.config, "layer_types", None) or ())
+        unknown = layer_types - {"full_attention", "sliding_attention"}
+        if unknown or getattr(self.model, "_is_stateful", False):
+            found = f"{sorted(unknown)} layers" if unknown else "a recurrent state"
+            raise ValueError(
+                f"Verifying branches needs a target with full and sliding-window attention alone, {name} has {found}. "
+                f"{way_out}"
+            )
+        backend = self.config._attn_implementation
+        if backend not in ("eager", "sdpa"):
+            raise ValueError(
+                f"Verifying branches needs a mask per branch, which the target's attention backend {backend!r} does "
+                f'not take. Load the target with `attn_implementation="sdpa"`. {way_out}'
+            )
+
+    @contextmanager
+    def _evaluating(self):
+        """Dropout and the like are off inside; afterwards every module is in the mode the caller had chosen."""
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
 
     @torch.no_grad()
     def record(
@@ -81,22 +113,23 @@ class FrozenTarget:
         """
         if self.cache_dir is not None and not keep_cache and not keep_logits:
             return RecordedPass(self._cached_features(input_ids, attention_mask))
+        return self._run(input_ids, attention_mask, keep_cache, keep_logits)
+
+    def _run(self, input_ids, attention_mask, keep_cache: bool = False, keep_logits: bool = False) -> RecordedPass:
         # Without a config every layer of the cache keeps all positions, sliding-window layers too: branches start
         # anywhere in the sequence. The masks apply the window.
         cache = DynamicCache() if keep_cache else None
         model = self.model if keep_logits else self.decoder
-        was_training = self.model.training
-        self.model.eval()
-        outputs = model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            past_key_values=cache,
-            use_cache=keep_cache,
-            output_hidden_states=hidden_state_indices(self.layer_ids),
-        )
-        self.model.train(was_training)
-        features = gather_features(outputs.hidden_states, self.layer_ids)
-        return RecordedPass(features, cache, outputs.logits if keep_logits else None)
+        with self._evaluating():
+            outputs = model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                past_key_values=cache,
+                use_cache=keep_cache,
+                output_hidden_states=hidden_state_indices(self.layer_ids),
+            )
+        features = gather_features(outputs.hidden_states, self.layer_ids, input_ids.device)
+        return RecordedPass(features, cache, outputs.logits.to(input_ids.device) if keep_logits else None)
 
     @torch.no_grad()
     def verify(self, recorded: RecordedPass, branches: Branches) -> torch.Tensor:
@@ -132,16 +165,17 @@ class FrozenTarget:
         masks = branch_masks(owner, order, positions, first, length, self._window())
         dtype = self.decoder.dtype
         masks = {name: additive_mask(mask, dtype) for name, mask in masks.items()}
-        outputs = self.decoder(
-            input_ids=packed(branches.tokens[anchor, row], 0),
-            attention_mask=self._layer_masks(masks),
-            position_ids=positions,
-            past_key_values=recorded.cache,
-            use_cache=True,
-            output_hidden_states=hidden_state_indices(self.layer_ids),
-        )
+        with self._evaluating():
+            outputs = self.decoder(
+                input_ids=packed(branches.tokens[anchor, row], 0),
+                attention_mask=self._layer_masks(masks),
+                position_ids=positions,
+                past_key_values=recorded.cache,
+                use_cache=True,
+                output_hidden_states=hidden_state_indices(self.layer_ids),
+            )
         recorded.cache.crop(-width)
-        features = gather_features(outputs.hidden_states, self.layer_ids)
+        features = gather_features(outputs.hidden_states, self.layer_ids, sequence.device)
         result[anchor, row] = features[sequence, slot]
         return result
 
@@ -154,12 +188,6 @@ class FrozenTarget:
     def _layer_masks(self, masks: dict[str, torch.Tensor]):
         """What the target's forward takes: one mask, or one per layer type where its layers differ."""
         layer_types = set(getattr(self.config, "layer_types", None) or ())
-        unknown = layer_types - {"full_attention", "sliding_attention"}
-        if unknown:
-            raise ValueError(
-                f"Draft–verify–draft training supports targets with full and sliding-window attention, "
-                f"{type(self.model).__name__} has {sorted(unknown)} layers. Use `stage='baseline'`."
-            )
         if len(layer_types) > 1:
             return masks
         return masks["sliding_attention"] if self._window() is not None else masks["full_attention"]
@@ -170,11 +198,7 @@ class FrozenTarget:
         missing = [i for i, path in enumerate(paths) if not path.exists()]
         if missing:
             width = max(lengths[i] for i in missing)
-            cache_dir, self.cache_dir = self.cache_dir, None
-            try:
-                new = self.record(input_ids[missing, :width], attention_mask[missing, :width], False, False).features
-            finally:
-                self.cache_dir = cache_dir
+            new = self._run(input_ids[missing, :width], attention_mask[missing, :width]).features
             for i, features in zip(missing, new, strict=True):
                 _save_atomically(paths[i], features[: lengths[i]].contiguous())
         rows = [load_file(path, device=str(input_ids.device))["features"] for path in paths]
@@ -184,10 +208,28 @@ class FrozenTarget:
         return features
 
     def _cache_path(self, token_ids: torch.LongTensor) -> Path:
-        """Name of a sequence's file: a digest of everything its features depend on that we can name."""
-        identity = (self.config._name_or_path or type(self.model).__name__, str(self.model.dtype), self.layer_ids)
-        digest = hashlib.sha256(repr(identity).encode() + token_ids.cpu().numpy().tobytes()).hexdigest()
+        """Name of a sequence's file: a digest of what its features depend on."""
+        if self._identity is None:
+            self._identity = self._fingerprint()
+        digest = hashlib.sha256(self._identity + token_ids.cpu().numpy().tobytes()).hexdigest()
         return self.cache_dir / digest[:2] / f"{digest}.safetensors"
+
+    def _fingerprint(self) -> bytes:
+        """
+        The target's name, dtype, tapped layers, up to 64 numbers of each of its parameters, and its active adapters: a
+        target trained on, or with another adapter, must not read the features of the first.
+        """
+        name = self.config._name_or_path or type(self.model).__name__
+        digest = hashlib.sha256(repr((name, str(self.model.dtype), self.layer_ids)).encode())
+        for key, parameter in self.model.named_parameters():
+            flat = parameter.detach().flatten()
+            numbers = flat[:: max(flat.numel() // 64, 1)].float().cpu().numpy()
+            digest.update(f"{key} {tuple(parameter.shape)}".encode() + numbers.tobytes())
+        for key, module in self.model.named_modules():
+            active = getattr(module, "active_adapters", None)
+            if isinstance(active, list):
+                digest.update(f"{key} {active} {getattr(module, 'disable_adapters', False)}".encode())
+        return digest.digest()
 
 
 def branch_masks(

@@ -1,0 +1,131 @@
+# Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
+"""Prompts that the target writes itself, for when there are none."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import logging
+
+from .chat import ChatTemplate, RecordingError, derive_seed
+from .engines import GenerateIds, TransformersGenerator
+
+
+logger = logging.get_logger(__name__)
+
+
+def self_prompts(
+    generate_ids: GenerateIds | PreTrainedModel,
+    tokenizer,
+    n: int,
+    *,
+    seed: int = 0,
+    temperature: float = 1.0,
+    top_p: float = 0.95,
+    min_prompt_tokens: int = 4,
+    max_prompt_tokens: int = 256,
+    batch_size: int = 8,
+    openings: Iterable[str] | None = None,
+    chat_template_kwargs: dict | None = None,
+) -> tuple[list[dict], Counter]:
+    """
+    Lets the target write the user turns itself, for when there are no prompts.
+
+    The chat template is rendered up to the start of a user's content, and the target goes on until it ends the turn
+    (the procedure of Magpie, arXiv 2406.08464). Turns that are unfinished, too short, empty, a duplicate, or hold
+    special tokens are dropped, and more are drawn, at most `4 * n` in all.
+
+    Args:
+        generate_ids (`Callable` or `PreTrainedModel`):
+            The target, or a function from token ids and seeds to token ids; its sampling is then its own matter.
+        tokenizer (`PreTrainedTokenizerBase`):
+            Tokenizer of the target, with a chat template.
+        n (`int`):
+            Number of prompts wanted.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the draws.
+        temperature (`float`, *optional*, defaults to `1.0`), top_p (`float`, *optional*, defaults to `0.95`):
+            Sampling of the user turns.
+        min_prompt_tokens (`int`, *optional*, defaults to `4`):
+            Turns for which fewer tokens were generated, end of turn not counted, are dropped.
+        max_prompt_tokens (`int`, *optional*, defaults to `256`):
+            Turns that do not end within so many generated tokens are dropped.
+        batch_size (`int`, *optional*, defaults to `8`):
+            Turns written at a time by a transformers model.
+        openings (`Iterable[str]`, *optional*):
+            Beginnings of user turns, used in turn to steer towards a domain, such as `"Translate to German: "`.
+        chat_template_kwargs (`dict`, *optional*):
+            Extra variables of the template.
+
+    Returns:
+        `tuple[list[dict], Counter]`: prompts with `id` and `messages`, and the numbers of turns drawn, kept and
+        dropped, by reason.
+    """
+    template = ChatTemplate(tokenizer, chat_template_kwargs)
+    before = template.around([], "user", [])[0]
+    stop_text = template.end_of_turn("user")[1]
+    openings = list(openings or [""])
+    if n < 1 or not openings:
+        raise RecordingError(f"Got n={n} and {len(openings)} openings, expected at least one of each.")
+    stops = user_stop_token_ids(template)
+    if isinstance(generate_ids, PreTrainedModel):
+        stops = user_stop_token_ids(template, generate_ids.generation_config)
+        generate_ids = TransformersGenerator(
+            generate_ids,
+            stop_token_ids=stops,
+            max_new_tokens=max_prompt_tokens,
+            batch_size=batch_size,
+            do_sample=True,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=0,
+        )
+    prefixes = [template.encode(before + opening) for opening in openings]
+    kept, seen, counts = [], set(), Counter()
+    while len(kept) < n and counts["drawn"] < 4 * n:
+        draws = range(counts["drawn"], min(counts["drawn"] + n - len(kept), 4 * n))
+        written = generate_ids(
+            [prefixes[draw % len(openings)] for draw in draws],
+            [derive_seed(seed, "user turn", draw) for draw in draws],
+        )
+        for draw, ids in zip(draws, written):
+            text, reason = _user_turn(template, ids, stops, stop_text, min_prompt_tokens)
+            text = (openings[draw % len(openings)] + text).strip()
+            if reason is None and " ".join(text.lower().split()) in seen:
+                reason = "duplicate"
+            counts[reason or "kept"] += 1
+            if reason is None:
+                seen.add(" ".join(text.lower().split()))
+                kept.append({"id": f"self-{seed}-{draw}", "messages": [{"role": "user", "content": text}]})
+        counts["drawn"] += len(draws)
+    if not kept:
+        raise RecordingError(
+            f"None of {counts['drawn']} user turns the target wrote is usable: {dict(counts)}. Raise "
+            f"max_prompt_tokens={max_prompt_tokens} if they are unfinished, or give prompts."
+        )
+    if len(kept) < n:
+        logger.warning(f"Only {len(kept)} of {n} user turns are usable after {counts['drawn']} draws: {dict(counts)}.")
+    return kept, counts
+
+
+def user_stop_token_ids(template: ChatTemplate, generation_config: GenerationConfig | None = None) -> list[int]:
+    """Every token that ends a user turn that the target writes."""
+    return sorted({*template.stop_token_ids(generation_config), template.end_of_turn("user")[0]} - {None})
+
+
+def _user_turn(template: ChatTemplate, ids: list[int], stops: list[int], stop_text: str, minimum: int):
+    """Text of one written user turn, and why it is dropped, if it is."""
+    end = next((position for position, token in enumerate(ids) if token in stops), None)
+    content = ids if end is None else ids[:end]
+    text = template.decode(content)
+    if stop_text and stop_text in text:  # a template that ends a user turn with ordinary text
+        text, end = text.split(stop_text)[0], len(content)
+    if end is None:
+        return text, "unfinished"
+    if not text.strip():
+        return text, "empty"
+    if len(content) < minimum:
+        return text, "too_short"
+    if template.special_ids.intersection(content):
+        return text, "special_tokens"
+    return text, None
