@@ -2,34 +2,17 @@
 """The Auto classes, in fresh processes: whatever was imported first, and from the folder's own code alone."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import tiny_drafter, tiny_llama
-from test_modeling import FULL, block_inputs, run
+from drafter_helpers import FULL, block_inputs, run
+from fresh_process import python
 from transformers import AutoConfig, AutoModel
 
 import hf_carryover
 from hf_carryover import CarryoverConfig, CarryoverDrafter
-
-
-def python(code, *arguments, folder):
-    """Runs code in a fresh process that sees this package, without the network; returns what it printed."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(hf_carryover.__file__).parents[1]),
-        "HF_HUB_OFFLINE": "1",
-        "HF_MODULES_CACHE": str(folder / "modules"),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +148,12 @@ def test_without_the_package_it_cannot_assist(remote):
         assert remote[0][name] is not None, "generate went on without the package"
 
 
+@pytest.mark.xfail(strict=True, reason="needs `CarryoverDrafter` to name the package where `generate` first asks it")
+def test_without_the_package_the_error_names_it(remote):
+    for name in ("greedy", "sampled"):
+        assert "pip install hf_carryover" in remote[0][name][1]
+
+
 VISIBLE = """
 import sys, torch
 import hf_carryover
@@ -180,5 +169,6 @@ print(type(drafter).__module__, drafter.last_report.rounds > 0)
 
 @pytest.mark.slow
 def test_remote_code_beside_the_package_can_assist(checkpoint, tmp_path):
-    printed = python(VISIBLE, checkpoint, folder=tmp_path).splitlines()[-1]
-    assert printed.split()[1] == "True"
+    module, drafted = python(VISIBLE, checkpoint, folder=tmp_path).splitlines()[-1].split()
+    assert module.startswith("transformers_modules.")
+    assert drafted == "True"

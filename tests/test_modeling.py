@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import VOCAB, tiny_drafter, tiny_llama
+from drafter_helpers import FULL, KEPT_IDS, block_inputs, run
 from safetensors import safe_open
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -14,17 +15,6 @@ from hf_carryover import CarryoverDrafter
 from hf_carryover.modeling_carryover import CarryoverCache, CarryoverConfig, CarryoverRotaryEmbedding
 
 
-KEPT_IDS = [5, 9, 40, 63]
-# Another width than the target's, a Markov head, a reduced vocabulary, a learned mask and the carry embedding.
-FULL = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "markov_rank": 4,
-    "draft_token_ids": torch.tensor(KEPT_IDS),
-}
 PLAIN = {"carry": False, "mask_token_id": 1}
 LAYER_KEYS = {
     *(f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
@@ -51,35 +41,6 @@ def variant(request):
 @pytest.fixture
 def drafter(target, variant):
     return tiny_drafter(target, **VARIANTS[variant])
-
-
-def block_inputs(drafter, seed=0, carried=4):
-    """Three blocks over two recorded sequences, with no, some and all but one of the carried rows."""
-    generator, config = torch.Generator().manual_seed(seed), drafter.config
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    anchors = torch.tensor([1, 5, 8])
-    inputs = {
-        "anchor_embeds": draw(3, config.target_hidden_size),
-        "anchor_positions": anchors,
-        "features": draw(2, 9, config.feature_size),
-        "sequence_index": torch.tensor([0, 1, 1]),
-        "previous_ids": torch.randint(0, VOCAB, (3, config.block_size), generator=generator),
-        "head_weight": draw(config.output_vocab_size, config.target_hidden_size),
-        "mask_embeds": draw(config.target_hidden_size),
-    }
-    if carried:
-        inputs["carried_features"] = draw(3, carried, config.feature_size)
-        inputs["carried_positions"] = anchors.unsqueeze(1) + torch.arange(carried)
-        inputs["carried_mask"] = torch.tensor([[False] * 4, [True, True, False, False], [False, True, True, True]])
-    return inputs
-
-
-def run(drafter, inputs=None):
-    with torch.no_grad():
-        return drafter(**(block_inputs(drafter) if inputs is None else inputs))
 
 
 def stored(folder):
@@ -309,6 +270,7 @@ def test_another_shape_is_an_error(target, tmp_path):
 
 
 @pytest.mark.compat
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
 @pytest.mark.parametrize("layer_type", ["full_attention", "sliding_attention"])
 def test_attention_backends_agree(target, implementation, layer_type, tmp_path):

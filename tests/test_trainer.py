@@ -246,7 +246,7 @@ def test_overfitted_drafter_is_accepted_whole(tmp_path):
     plain = target.generate(prompt, max_new_tokens=new_tokens, do_sample=False)
     assert plain[0].tolist() == [7 + i for i in range(3 + new_tokens)]
     rows = [
-        {"id": str(i), "input_ids": [(i + j) % 64 for j in range(20)], "response_mask": [0] * 2 + [1] * 18}
+        {"id": str(i), "input_ids": [(i + j) % 64 for j in range(40)], "response_mask": [0] * 2 + [1] * 38}
         for i in range(0, 64, 2)
     ]
     drafter = tiny_drafter(target, carry=False, block_size=3, num_hidden_layers=1, std=0.1)
@@ -256,7 +256,7 @@ def test_overfitted_drafter_is_accepted_whole(tmp_path):
         "learning_rate": 1e-2,
         "logging_steps": 50,
     }
-    make_trainer(target, drafter, tmp_path / "a", rows, stage="baseline", max_steps=300, **options).train()
+    make_trainer(target, drafter, tmp_path / "a", rows, stage="baseline", max_steps=240, **options).train()
     drafter.eval()
     assert torch.equal(target.generate(prompt, assistant_model=drafter, max_new_tokens=new_tokens), plain)
     assert drafter.last_report.tau == 4.0
@@ -366,7 +366,7 @@ def test_short_answers(attention, dtype, tmp_path):
         loss = trainer.block_losses(drafter, make_batch(trainer))[0]
         loss.sum().backward()
         assert all(bool(torch.isfinite(parameter.grad).all()) for parameter in drafter.parameters())
-        losses.append(float(loss.sum()))
+        losses.append(float(loss.detach().sum()))
     assert losses[0] == pytest.approx(sum(losses[1:]), rel=1e-5 if dtype == torch.float32 else 2e-2)
     assert losses[1] == 0.0 and losses[3] > 0.0
 
@@ -612,7 +612,7 @@ for name, data, kwargs in (
     )
     batch = (2 if name == "mixed" else 1) * 2 // size
     trainer = make_trainer(
-        target, drafter, output / name, data, eval_dataset=rows[:5], max_steps=5, learning_rate=0.05, optim="sgd",
+        target, drafter, output / name, data, eval_dataset=rows[:5], max_steps=3, learning_rate=0.05, optim="sgd",
         per_device_train_batch_size=batch, per_device_eval_batch_size=2, anchors_per_response=6, **kwargs,
     )
     trainer.train()
@@ -646,7 +646,7 @@ def test_two_processes_equal_one(tmp_path):
         (tmp_path / str(size)).mkdir()
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if size == 2 else []
         command = [sys.executable, *launch, str(script), str(size), str(tmp_path / str(size))]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
         assert result.returncode == 0, result.stderr[-3000:]
     one, two = (json.loads((tmp_path / str(size) / "report.json").read_text()) for size in (1, 2))
     for name in ("mixed", "lacking"):

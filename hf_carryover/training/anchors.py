@@ -1,10 +1,31 @@
 # Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
-"""Anchors, labels and weights of recorded responses."""
+"""Anchors, labels and weights of recorded responses, and the blocks at anchors."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+
+
+@dataclass
+class Blocks:
+    """
+    The blocks a loss is taken of: where they start, and what they carry.
+
+    Args:
+        sequence_index, positions (`torch.LongTensor` of shape `(num_blocks,)`): Sequence and anchor position.
+        counted (`torch.BoolTensor` of shape `(num_blocks,)`): Whether the block takes part in the loss.
+        carried (`dict`): `carried_features`, `carried_positions`, `carried_mask` of the drafter's forward, or empty.
+        first_accepted (`torch.LongTensor` of shape `(num_blocks,)`, *optional*): `m` of the first draft.
+    """
+
+    sequence_index: torch.LongTensor
+    positions: torch.LongTensor
+    counted: torch.BoolTensor
+    carried: dict
+    first_accepted: torch.LongTensor | None = None
 
 
 def response_runs(response_mask: torch.Tensor) -> torch.LongTensor:

@@ -110,8 +110,8 @@ class CarryoverTrainingArguments(TrainingArguments):
         kwargs = {"use_reentrant": False, **(self.gradient_checkpointing_kwargs or {})}
         if kwargs["use_reentrant"]:
             raise ValueError(
-                f"`use_reentrant=True` would lose the gradient of the context. Leave it out of {kwargs}, the arguments "
-                "of checkpointing."
+                f"`use_reentrant=True` would lose the gradient of the context. Leave it out of {kwargs}, the "
+                "arguments of checkpointing."
             )
         self.gradient_checkpointing_kwargs = kwargs
         if hasattr(self, "activation_checkpointing_kwargs"):  # its name in newer versions; the parent mirrors the rest

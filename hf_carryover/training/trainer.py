@@ -10,7 +10,6 @@ the loss is that of the second draft, which reads the rejected rows of its own b
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from ..configuration_carryover import CarryoverConfig
 from ..modeling_carryover import CarryoverDrafter
 from ..target import TargetHead, check_fit
 from .anchors import (
+    Blocks,
     accepted_prefix,
     block_labels,
     position_weights,
@@ -40,25 +40,6 @@ logger = logging.getLogger(__name__)
 
 # Fields that may differ between a checkpoint's configuration and the drafter's: the weights mean the same.
 HARMLESS_FIELDS = {"attention_dropout", "draft_sampling", "initializer_range", "max_position_embeddings"}
-
-
-@dataclass
-class Blocks:
-    """
-    The blocks a loss is taken of: where they start, and what they carry.
-
-    Args:
-        sequence_index, positions (`torch.LongTensor` of shape `(num_blocks,)`): Sequence and anchor position.
-        counted (`torch.BoolTensor` of shape `(num_blocks,)`): Whether the block takes part in the loss.
-        carried (`dict`): `carried_features`, `carried_positions`, `carried_mask` of the drafter's forward, or empty.
-        first_accepted (`torch.LongTensor` of shape `(num_blocks,)`, *optional*): `m` of the first draft.
-    """
-
-    sequence_index: torch.LongTensor
-    positions: torch.LongTensor
-    counted: torch.BoolTensor
-    carried: dict
-    first_accepted: torch.LongTensor | None = None
 
 
 class CarryoverTrainer(Trainer):

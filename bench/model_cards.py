@@ -1,0 +1,265 @@
+# Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
+"""
+Put trained drafters into `model_cards/`: bf16 weights, config, card, training record and log.
+
+Every number of a card is read from the training records and from a report of `evaluate.py`; the results section of
+the repository's README.md is written from the same report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from huggingface_hub import ModelCard, ModelCardData
+
+from hf_carryover import CarryoverDrafter, load_recordings
+from hf_carryover.training.loading import split_recordings
+
+from .summary import ALL, HELD_OUT, MEAN, cell
+
+
+BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PREFIX = "smollm2-135m-markov"
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+# What `save_pretrained` adds for remote code: the shipped folders are for users of the package.
+NOT_SHIPPED = ("configuration_carryover.py", "modeling_carryover.py")
+
+ROLE = {
+    "carryover": "It reads the target's hidden states of the rows the round before rejected (carry on).",
+    "control": "It is the control: the same baseline, trained as long on the same data at equally shifted anchors, "
+    "but without carried rows.",
+}
+
+
+def command(record: dict) -> str:
+    """The command line that a training record stands for, with names instead of places."""
+    flags = []
+    for name, value in {**record["arguments"], **record["training_arguments"]}.items():
+        if value is None or value == []:
+            continue
+        if name in ("target", "recordings"):
+            value = name.upper()
+        elif name == "drafter":
+            value = "runs/" + "/".join(Path(value).parts[-2:])
+        elif isinstance(value, list):
+            value = " ".join(map(str, value))
+        elif isinstance(value, bool):
+            value = str(value).lower()
+        flags.append(f"--{name} {value}")
+    lines = [" ".join(flags[i : i + 4]) for i in range(0, len(flags), 4)]
+    return "python -m hf_carryover.train " + " \\\n    ".join(lines)
+
+
+def losses(log: list[dict]) -> tuple[float, int]:
+    """Mean training loss of the last tenth of the logged steps, and the number of steps."""
+    entries = [entry for entry in log if "loss" in entry]
+    last = entries[-max(1, math.ceil(len(entries) / 10)) :]
+    return sum(float(entry["loss"]) for entry in last) / len(last), int(entries[-1]["step"])
+
+
+def read_run(folder: Path) -> dict:
+    """Record, log and metrics of one training run."""
+    record = json.loads((folder / "training.json").read_text())
+    for name in ("target", "recordings", "drafter"):
+        if record["arguments"].get(name):
+            parts = Path(record["arguments"][name]).parts
+            record["arguments"][name] = "/".join(parts[-2 if name == "drafter" else -1 :])
+    log = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines() if line]
+    seconds = next((entry["train_runtime"] for entry in reversed(log) if "train_runtime" in entry), None)
+    return {"record": record, "log": log, "seconds": seconds, "folder": folder}
+
+
+def stage_table(runs: dict[str, dict]) -> str:
+    """Losses of every stage, one row each."""
+    rows = [
+        "| stage | steps | minutes | training loss | held-out loss | held-out τ, simulated |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, run in runs.items():
+        loss, steps = losses(run["log"])
+        metrics = run["record"]["metrics"]
+        minutes = "–" if run["seconds"] is None else f"{float(run['seconds']) / 60:.0f}"
+        rows.append(
+            f"| {name} | {steps} | {minutes} | {loss:.3f} | {metrics['eval_loss']:.3f} | {metrics['eval_tau']:.3f} |"
+        )
+    return "\n".join(rows)
+
+
+def result_tables(report: dict) -> str:
+    """τ, what carry changes against the control, and speed, with their intervals."""
+    summary = report["summary"]
+    groups, pair = summary["groups"], summary["comparisons"]["carryover - control"]
+    names = [name for name in ("baseline", "control", "carryover") if name in groups[ALL]["systems"]]
+    lines = ["| set | prompts | " + " | ".join(f"τ {name}" for name in names) + " | carryover − control | speedup |"]
+    lines.append("| --- " * (len(names) + 4) + "|")
+    order = [name for name in groups if name not in (ALL, MEAN, HELD_OUT)]
+    for group in [*order, ALL, MEAN, *([HELD_OUT] if HELD_OUT in groups else [])]:
+        systems = groups[group]["systems"]
+        taus = " | ".join(f"{systems[name]['tau']['value']:.2f}" for name in names)
+        lines.append(
+            f"| {group.replace('_', ' ')} | {groups[group]['prompts']} | {taus} | "
+            f"{cell(pair[group]['tau_difference'], '{:+.3f}')} | {cell(systems['carryover']['speedup'])} |"
+        )
+    equal = [
+        f"{name}: {counts['identical']} of {counts['compared']} identical to plain decoding, "
+        f"{len(counts['near_ties'])} differ at a near tie, {len(counts['failures'])} otherwise"
+        for name, counts in summary["equality"].items()
+    ]
+    settings, machine = report["settings"], report["machine"]
+    return (
+        "\n".join(lines) + f"\n\nGreedy, {settings['dtype']}, at most {settings['max_new_tokens']} new tokens, "
+        f"{machine['cpu']}, {machine['cores']} cores; plain decoding and all drafters interleaved prompt by prompt. "
+        "τ is committed tokens / verification rounds; speedup is the carryover drafter's over plain `generate`, "
+        "prefill apart. Brackets: 95 % paired bootstrap over prompts. Outputs: " + "; ".join(equal) + "."
+    )
+
+
+def verdict(report: dict) -> str:
+    """One sentence: what the interval of the mean over sets allows to say."""
+    estimate = report["summary"]["comparisons"]["carryover - control"][MEAN]["tau_change"]
+    text = f"Carry changes τ against the control by {cell(estimate, '{:+.1%}')} on the mean over the sets: "
+    if estimate["low"] is None or estimate["low"] <= 0 <= estimate["high"]:
+        return text + "**no gain is shown** by this pair. It proves the path from recordings to generation, no more."
+    return text + ("a gain." if estimate["low"] > 0 else "a loss.")
+
+
+def data_line(recordings: str, held_out: int) -> str:
+    """How much the drafters were trained on, counted with the split of `hf_carryover.train`."""
+    parts = split_recordings(load_recordings(recordings), held_out, seed=0)
+    train, rest = ((len(part), sum(map(sum, part["response_mask"]))) for part in parts)
+    return f"{train[0]} recordings with {train[1]:,} response tokens; {rest[0]} recordings held out"
+
+
+def card(name: str, runs: dict[str, dict], report: dict, drafter: CarryoverDrafter, data_size: str) -> str:
+    """The README.md of one folder."""
+    config = drafter.config
+    data = ModelCardData(
+        license="apache-2.0",
+        base_model=BASE_MODEL,
+        base_model_relation="adapter",
+        library_name="hf_carryover",
+        pipeline_tag="text-generation",
+        tags=["speculative-decoding", "draft-model", "dflash", "carryover", "hf_carryover"],
+        language="en",
+    )
+    parameters = sum(p.numel() for p in drafter.parameters()) / 1e6
+    shape = (
+        f"{config.num_hidden_layers} Qwen3-style layers of width {config.hidden_size}, B = {config.block_size} "
+        f"proposals a round, Markov head of rank {config.markov_rank}, draft vocabulary of "
+        f"{config.output_vocab_size} tokens, features from target layers {config.target_layer_ids}; "
+        f"{parameters:.1f} M parameters, bfloat16."
+    )
+    stages = "\n".join(
+        f"```bash\n{command(runs[stage]['record'])} --output_dir runs/{stage}\n```" for stage in ("baseline", name)
+    )
+    versions = ", ".join(f"{key} {value}" for key, value in runs[name]["record"]["versions"].items())
+    return f"""---
+{data.to_yaml()}
+---
+
+# {PREFIX}-{name}
+
+A block drafter for [{BASE_MODEL}](https://huggingface.co/{BASE_MODEL}), for lossless speculative decoding with
+[Carryover Drafting](https://arxiv.org/abs/2609.14717). {ROLE[name]}
+
+{shape} Embedding and head are the target's and are not part of it.
+
+```python
+from hf_carryover import CarryoverDrafter
+
+drafter = CarryoverDrafter.from_pretrained("{PREFIX}-{name}", dtype=model.dtype)
+model.generate(**inputs, assistant_model=drafter, max_new_tokens=128)
+```
+
+## Results
+
+{verdict(report)}
+
+{result_tables(report)}
+
+## Training
+
+Recorded greedy responses of the target to user turns it wrote itself: {data_size}. No prompt of the sets above.
+A baseline first, then control and carryover from it with equal steps, data, seeds and anchors:
+
+{stage_table(runs)}
+
+{stages}
+
+`TARGET` is the target, `RECORDINGS` the recordings. Losses are the position-weighted cross entropy (γ = 4) in nats;
+the training loss is the mean of the last tenth of the steps; simulated τ is 1 + accepted proposals at sampled anchors
+of held-out recordings, for control and carryover at their shifted anchors. Three layers, B = 7 and the reduced
+vocabulary are chosen for two CPU cores: verifying 8 rows costs 1.25 plain steps there, and the head over 8192 instead
+of 49152 tokens is most of the draft step's cost. `training.json` and `training_log.jsonl` are the records of this
+stage, `baseline_*` those of the first. {versions}.
+
+## Limits
+
+Trained for minutes on little data of one kind (self-prompted English chat), so acceptance on other text is low. The
+output is the target's in every case; a weak drafter only makes it slower.
+
+## Citation
+
+Koo et al., *Carryover Drafting*, arXiv 2609.14717; DFlash, arXiv 2602.06036; DSpark (the Markov head),
+arXiv 2607.05147.
+"""
+
+
+def ship(name: str, runs: dict[str, dict], report: dict, output: Path, data_size: str) -> Path:
+    """Write one folder; returns it."""
+    folder = output / f"{PREFIX}-{name}"
+    drafter = CarryoverDrafter.from_pretrained(runs[name]["folder"] / "drafter", dtype=torch.bfloat16)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        drafter.save_pretrained(temporary)
+        for file in Path(temporary).iterdir():
+            if file.name not in NOT_SHIPPED:
+                shutil.copyfile(file, folder / file.name)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("auto_map", None)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for prefix, run in (("", runs[name]), ("baseline_", runs["baseline"])):
+        (folder / f"{prefix}training.json").write_text(json.dumps(run["record"], indent=2) + "\n")
+        lines = "\n".join(json.dumps(entry) for entry in run["log"])
+        (folder / f"{prefix}training_log.jsonl").write_text(lines + "\n")
+    ModelCard(card(name, runs, report, drafter, data_size)).save(folder / "README.md")
+    return folder
+
+
+def update_readme(path: Path, runs: dict[str, dict], report: dict) -> None:
+    """Replace what stands between the two markers."""
+    text = path.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"{path.name} needs each of {BEGIN} and {END} exactly once.")
+    head, rest = text.split(BEGIN)
+    body = f"{verdict(report)}\n\n{result_tables(report)}\n\n{stage_table(runs)}"
+    path.write_text(f"{head}{BEGIN}\n{body}\n{END}{rest.split(END)[1]}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, required=True, help="Folder with the runs baseline, control, carryover.")
+    parser.add_argument("--report", type=Path, required=True, help="Report of evaluate.py over the three drafters.")
+    parser.add_argument("--output", type=Path, default=Path("model_cards"))
+    parser.add_argument("--readme", type=Path, default=Path("README.md"))
+    parser.add_argument("--recordings", required=True, help="What the drafters were trained on, to count it.")
+    arguments = parser.parse_args(argv)
+    runs = {name: read_run(arguments.runs / name) for name in ("baseline", "control", "carryover")}
+    report = json.loads(arguments.report.read_text())
+    data_size = data_line(arguments.recordings, runs["baseline"]["record"]["arguments"]["held_out"])
+    for name in ("control", "carryover"):
+        folder = ship(name, runs, report, arguments.output, data_size)
+        size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
+        print(f"{folder.name}: {size:.1f} MiB")
+    update_readme(arguments.readme, runs, report)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
