@@ -26,7 +26,6 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, logging
-from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig
 from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantModel
 
@@ -148,22 +147,7 @@ def random_target(num_hidden_layers: int = 6, seed: int = 0, **kwargs) -> LlamaF
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_hidden_layers, **{**values, **kwargs})).eval()
 
 
-def hidden_state_offset(target) -> int:
-    """
-    What transformers' generator adds to a layer id to index `hidden_states`: 0 in 5.19, 1 in 5.23. Read off the
-    generator itself, which holds in between too.
-    """
-    probe = MuseGlimmerAssistantModel(
-        MuseGlimmerAssistantConfig(
-            hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
-            head_dim=8, target_layer_ids=[0], rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        )
-    )  # fmt: skip
-    generator = DFlashTokenCandidateGenerator(probe, None, None, target.generation_config)
-    return generator.model_kwargs_overrides["output_hidden_states"][0]
-
-
-def transformers_twin(drafter: CarryoverDrafter, target) -> MuseGlimmerAssistantModel:
+def transformers_twin(drafter: CarryoverDrafter) -> MuseGlimmerAssistantModel:
     """The drafter `drafter` (no carry, no Markov head, full vocabulary) as transformers' own DFlash assistant."""
     config = drafter.config
     names = (
@@ -171,12 +155,13 @@ def transformers_twin(drafter: CarryoverDrafter, target) -> MuseGlimmerAssistant
         "head_dim", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "layer_types", "hidden_act",
         "mask_token_id",
     )  # fmt: skip
-    offset = hidden_state_offset(target)
     twin = MuseGlimmerAssistantModel(
         MuseGlimmerAssistantConfig(
             **{name: getattr(config, name) for name in names},
             block_size=config.block_size + 1,  # the anchor row counts there
-            target_layer_ids=[k + 1 - offset for k in config.target_layer_ids],
+            # Up to 5.22 its generator reads `hidden_states[k]`, then `hidden_states[k + 1]`. What a target returns for
+            # a list of layers moved along with it: id k is the output of decoder layer k in all versions.
+            target_layer_ids=config.target_layer_ids,
         )
     )
     renamed = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
@@ -208,7 +193,7 @@ def build_systems(target, block_size: int, num_hidden_layers: int = 3, mask_toke
     with torch.no_grad():
         carry.carry_embedding.normal_(std=0.02)
     plain, carry = plain.to(target.dtype), carry.to(target.dtype)
-    return {"transformers": transformers_twin(plain, target), "ours": plain, "ours+carry": carry}
+    return {"transformers": transformers_twin(plain), "ours": plain, "ours+carry": carry}
 
 
 def run(target, system: str, assistant, input_ids: torch.LongTensor, rounds: int, profile_rounds=False) -> Recorder:

@@ -28,7 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_carryover import CarryoverDrafter, load_recordings
 from hf_carryover.demo import compare_outputs, encode, load_prompts
-from hf_carryover.training.recording import split_recordings
+from hf_carryover.training.loading import split_recordings
 
 from .machine import describe_machine, provenance, weights_digest
 from .summary import HELD_OUT, PLAIN, markdown, public_record, summarize

@@ -73,6 +73,14 @@ class CarryoverRotaryEmbedding(Qwen3RotaryEmbedding):
         exponent = torch.arange(0, dim, 2, dtype=torch.float) / dim
         return 1.0 / (config.rope_parameters["rope_theta"] ** exponent), 1.0
 
+    def _apply(self, fn, recurse=True):
+        """Casting the drafter (`drafter.bfloat16()`) leaves the frequencies in float32; moving it moves them."""
+        exact = {name: buffer for name, buffer in self.named_buffers() if not buffer.is_meta}
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            setattr(self, name, buffer.to(getattr(self, name).device))
+        return self
+
 
 def apply_rotary(states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Rotate the first `rotary_dim` dimensions of `states` `(batch, heads, rows, head_dim)`; the rest is kept."""
@@ -309,6 +317,16 @@ class CarryoverPreTrainedModel(PreTrainedModel):
                 init.copy_(module.t2d, torch.arange(self.config.vocab_size) < self.config.draft_vocab_size)
 
 
+# Arguments of `from_pretrained` that say where a checkpoint is.
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+
+def _listing(names: set[str], most: int = 20) -> str:
+    """The first `most` names in order, and how many follow."""
+    ordered = sorted(names)
+    return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")
+
+
 class CarryoverDrafter(CarryoverPreTrainedModel):
     """
     Block drafter for `model.generate(..., assistant_model=drafter)`.
@@ -350,6 +368,50 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
         _install_generation_hooks()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, output_loading_info: bool = False, **kwargs):
+        """
+        Like the parent, but a checkpoint that does not hold exactly this drafter's tensors is an error: transformers
+        would draw the missing ones at random and go on.
+
+        The one exception is the carry embedding. It starts at zero when `carry=True` is asked of a checkpoint that was
+        saved with `carry=False`, and is left out when `carry=False` is asked of one that has it.
+
+        Raises:
+            ValueError: Listing the missing and the unknown tensors.
+        """
+        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+        )
+        missing, unknown = set(info["missing_keys"]), set(info["unexpected_keys"])
+        if "carry_embedding" in missing and pretrained_model_name_or_path is not None:
+            stored, _ = cls.config_class.get_config_dict(pretrained_model_name_or_path, **hub)
+            if stored.get("carry") is False:
+                missing.discard("carry_embedding")
+        if not model.config.carry:
+            unknown.discard("carry_embedding")
+        problems = []
+        if missing:
+            problems.append(f"{len(missing)} of the drafter's tensors are not in it: {_listing(missing)}.")
+        if unknown:
+            problems.append(f"{len(unknown)} tensors in it are ones the drafter does not know: {_listing(unknown)}.")
+        if problems:
+            raise ValueError(
+                f"The checkpoint {pretrained_model_name_or_path} does not hold this drafter. {' '.join(problems)} "
+                "Load a folder that `CarryoverDrafter.save_pretrained` wrote, with its own config."
+            )
+        return (model, info) if output_loading_info else model
+
+    def __getattr__(self, name: str):
+        # The first thing `generate` asks of an assistant it does not know: without the hooks it must not go on.
+        if name == "generation_config":
+            raise AttributeError(
+                "A Carryover drafter has no `generation_config`: it can't generate by itself. To use it as assistant, "
+                "`pip install hf_carryover` and `import hf_carryover` before loading it."
+            )
+        return super().__getattr__(name)
 
     def get_input_embeddings(self):
         """`None`: the embedding is the target's."""

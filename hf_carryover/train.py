@@ -83,7 +83,8 @@ class DrafterArguments:
 
 def parse(argv: list[str]) -> tuple[DrafterArguments, CarryoverTrainingArguments]:
     """Both groups of arguments, from flags or from the one YAML file that is named."""
-    parser = HfArgumentParser((DrafterArguments, CarryoverTrainingArguments), description=__doc__)
+    groups = (DrafterArguments, CarryoverTrainingArguments)
+    parser = HfArgumentParser(groups, description=__doc__, allow_abbrev=False)  # a typo is no abbreviation
     # One line instead of the usage text, which lists every flag of `TrainingArguments`; --help prints it.
     parser.error = lambda message: parser.exit(2, f"error: {message} (--help lists the flags)\n")
     if len(argv) == 1 and argv[0].endswith((".yaml", ".yml")):
@@ -115,7 +116,7 @@ def build_drafter(arguments: DrafterArguments, target, recordings) -> CarryoverD
     """The checkpoint `arguments.drafter` in float32, or a new drafter for `target`."""
     if arguments.drafter is not None:
         kwargs = {} if arguments.carry is None else {"carry": arguments.carry}
-        return CarryoverDrafter.from_pretrained(arguments.drafter, dtype=torch.float32, **kwargs)
+        return _load("drafter", arguments.drafter, CarryoverDrafter, dtype=torch.float32, **kwargs)
     config = {
         "block_size": arguments.block_size,
         "markov_rank": arguments.markov_rank,
@@ -135,11 +136,19 @@ def build_drafter(arguments: DrafterArguments, target, recordings) -> CarryoverD
     )
 
 
+def _load(argument: str, name: str, loader, **kwargs):
+    """`loader.from_pretrained(name)`; what it can't find is named by the argument that asked for it."""
+    try:
+        return loader.from_pretrained(name, **kwargs)
+    except OSError as error:
+        raise ValueError(f"`{argument}` {name!r} is no folder or Hub id that can be loaded: {error}") from error
+
+
 def build_trainer(arguments: DrafterArguments, args: CarryoverTrainingArguments):
     """The trainer, the target's tokenizer, and the checkpoint to resume from. What is wrong is found here."""
     set_seed(args.seed)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=arguments.target_dtype).eval()
+    tokenizer = _load("target", arguments.target, AutoTokenizer)
+    target = _load("target", arguments.target, AutoModelForCausalLM, dtype=arguments.target_dtype).eval()
     train = load_recordings(arguments.recordings, vocab_size=target.config.get_text_config().vocab_size)
     held_out = None
     if arguments.held_out:

@@ -39,7 +39,8 @@ _COMMON = {
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
 
-def _build(name: str, std: float = 0.3, **values):
+def build(name: str, std: float = 0.3, **values):
+    """A target of the architecture whose classes start with `name`."""
     config_class = getattr(transformers, f"{name}Config")
     heads = {"GPT2": "GPT2LMHeadModel"}
     model_class = getattr(transformers, heads.get(name, f"{name.removesuffix('Text')}ForCausalLM"))
@@ -70,13 +71,13 @@ _GEMMA4 = {
 }
 _BUILDERS = {
     "llama": tiny_llama,
-    "qwen3": functools.partial(_build, "Qwen3", head_dim=8),
-    "mistral": functools.partial(_build, "Mistral", sliding_window=WINDOW),
-    "gemma3": functools.partial(_build, "Gemma3Text", sliding_window=WINDOW, layer_types=_MIXED, head_dim=8),
-    "gemma4": functools.partial(_build, "Gemma4Text", **_GEMMA4),
-    "mixtral": functools.partial(_build, "Mixtral", num_local_experts=4, num_experts_per_tok=2),
-    "gpt_neox": functools.partial(_build, "GPTNeoX"),
-    "gpt2": functools.partial(_build, "GPT2", n_positions=256),
+    "qwen3": functools.partial(build, "Qwen3", head_dim=8),
+    "mistral": functools.partial(build, "Mistral", sliding_window=WINDOW),
+    "gemma3": functools.partial(build, "Gemma3Text", sliding_window=WINDOW, layer_types=_MIXED, head_dim=8),
+    "gemma4": functools.partial(build, "Gemma4Text", **_GEMMA4),
+    "mixtral": functools.partial(build, "Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "gpt_neox": functools.partial(build, "GPTNeoX"),
+    "gpt2": functools.partial(build, "GPT2", n_positions=256),
     "lora": _lora,
 }
 TARGETS = list(_BUILDERS)
@@ -196,6 +197,7 @@ __all__ = [
     "WINDOW",
     "Recorder",
     "assisted",
+    "build",
     "count_forwards",
     "follow_script",
     "pairwise",
