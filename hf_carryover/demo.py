@@ -204,6 +204,7 @@ def answer(
     return run
 
 
+@torch.no_grad()
 def compare_outputs(model: Any, input_ids: torch.Tensor, plain: list[int], other: list[int]) -> Difference | None:
     """
     Args:

@@ -287,8 +287,9 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         hidden = drafter.draft(self.cache, anchor, head.mask_embeds)[0, :limit]
         with torch.no_grad():
             base = drafter.logits(hidden.to(head.weight.device), head.weight, head.bias)
+        base = base.float()  # argmax over half precision is several times slower on a CPU
         if self.needs_logits or self.logits_processor:
-            return self._draw_processed(input_ids, base.float())
+            return self._draw_processed(input_ids, base)
         return self._draw_argmax(input_ids, base)
 
     @torch.no_grad()

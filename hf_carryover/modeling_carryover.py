@@ -111,6 +111,9 @@ class CarryoverCache:
         self.committed = 0
         self.carried = 0
         self.first_position = first_position
+        self.window: torch.Tensor | None = None  # fused rows whose keys are not written yet
+        self.window_start = 0
+        self.window_rope: tuple[torch.Tensor, torch.Tensor] | None = None
         shape = (1, config.num_key_value_heads, capacity, config.head_dim)
         layers = range(config.num_hidden_layers)
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
@@ -137,18 +140,30 @@ class CarryoverCache:
                 new[:, :, : self.length] = old[:, :, : self.length]
                 buffers[i] = new
 
-    def write_window(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store a verified window `(1, kv_heads, rows, head_dim)` from slot `committed` on."""
-        rows = slice(self.committed, self.committed + key.shape[2])
-        self.keys[layer_idx][:, :, rows] = key
-        self.values[layer_idx][:, :, rows] = value
+    def open_window(self, states: torch.Tensor, num_committed: int, room: int) -> None:
+        """
+        Take in the fused rows `(1, rows, hidden_size)` of a verified window, `num_committed` of them committed, the
+        others carried, and reserve `room` slots behind them. The layers write them together with the next block.
+        """
+        self.reserve(self.committed + states.shape[1] + room)
+        self.window, self.window_start = states, self.committed
+        self.committed += num_committed
+        self.carried = states.shape[1] - num_committed
 
-    def extend(self, attention: "CarryoverAttention", key: torch.Tensor, value: torch.Tensor):
-        """Store the block behind the window; return all keys and values as views."""
-        end = self.length + key.shape[2]
+    def keys_and_values(self, attention: "CarryoverAttention", hidden_states: torch.Tensor, rope):
+        """
+        Project the open window and the block `(1, rows, hidden_size)` in one product, write them in one slice, and
+        return all keys and values as views. `rope` is that of the block; `window_rope` covers both.
+        """
+        start = self.length
+        if self.window is not None:
+            start, rope = self.window_start, self.window_rope
+            hidden_states = torch.cat([self.window, hidden_states], dim=1)
+        key, value = attention.project_kv(hidden_states, rope)
+        end = start + key.shape[2]
         keys, values = self.keys[attention.layer_idx], self.values[attention.layer_idx]
-        keys[:, :, self.length : end] = key
-        values[:, :, self.length : end] = value
+        keys[:, :, start:end] = key
+        values[:, :, start:end] = value
         return keys[:, :, :end], values[:, :, :end]
 
 
@@ -168,14 +183,14 @@ class ParallelMemory:
         self.context, self.context_rope, self.sequence_index = context, context_rope, sequence_index
         self.carried, self.carried_rope = carried, carried_rope
 
-    def extend(self, attention: "CarryoverAttention", key: torch.Tensor, value: torch.Tensor):
+    def keys_and_values(self, attention: "CarryoverAttention", hidden_states: torch.Tensor, rope):
         """Keys and values `(num_blocks, kv_heads, length + num_carried + block rows, head_dim)`."""
         # index_select: its backward is an index_add, much faster than that of advanced indexing.
         context = attention.project_kv(self.context, self.context_rope)
         parts = [tuple(states.index_select(0, self.sequence_index) for states in context)]
         if self.carried is not None:
             parts.append(attention.project_kv(self.carried, self.carried_rope))
-        parts.append((key, value))
+        parts.append(attention.project_kv(hidden_states, rope))
         return torch.cat([k for k, _ in parts], dim=2), torch.cat([v for _, v in parts], dim=2)
 
 
@@ -220,10 +235,9 @@ class CarryoverAttention(nn.Module):
                 the scores.
         """
         blocks, rows = hidden_states.shape[:2]
-        key, value = self.project_kv(hidden_states, rope)
+        key, value = memory.keys_and_values(self, hidden_states, rope)
         query = self.q_norm(self._heads(self.q_proj(hidden_states))).transpose(1, 2)
         query = apply_rotary(query, rope).to(value.dtype)
-        key, value = memory.extend(self, key, value)
 
         query = query.reshape(blocks, -1, self.heads_per_kv * rows, self.head_dim)
         if attention_mask is not None and self.heads_per_kv > 1:
@@ -489,9 +503,11 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         block = torch.cat([anchor_embeds.unsqueeze(1), masks], dim=1).to(self.fc.weight.dtype)
         return block if self.embed_proj is None else self.embed_proj(block)
 
-    def run_layers(self, hidden_states: torch.Tensor, positions: torch.LongTensor, memory, masks: dict):
-        """All layers, the final norm and `head_proj`, over a block; returns the mask rows `(num_blocks, B, d_t)`."""
-        rope = self.rotary_emb(hidden_states, positions)
+    def run_layers(self, hidden_states: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], memory, masks: dict):
+        """
+        All layers, the final norm and `head_proj`, over a block, `rope` being the cosine and sine of its positions;
+        returns the mask rows `(num_blocks, B, d_t)`.
+        """
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
             hidden_states = layer(hidden_states, rope, memory, masks[layer_type])
         hidden_states = self.norm(hidden_states[:, 1:])
@@ -583,7 +599,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         masks = self._additive_masks(
             torch.cat(visible, dim=1).unsqueeze(1), query_positions, torch.cat(key_positions, dim=1), block.dtype
         )
-        hidden = self.run_layers(block, query_positions, memory, masks)
+        hidden = self.run_layers(block, self.rotary_emb(block, query_positions), memory, masks)
         logits = None if head_weight is None else self.logits(hidden, head_weight, head_bias, previous_ids)
         return CarryoverDrafterOutput(logits=logits, hidden_states=hidden)
 
@@ -602,7 +618,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
     @torch.no_grad()
     def commit_window(self, cache: CarryoverCache, features: torch.Tensor, num_committed: int) -> None:
         """
-        Steps 3 and 4 of a round: project the verified window once and store it.
+        Steps 3 and 4 of a round: fuse the verified window once. Its keys are written together with the next block's.
 
         Args:
             cache ([`CarryoverCache`]): Storage of this generation.
@@ -615,12 +631,17 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         rows = features.shape[1]
         offsets = torch.arange(rows, device=self.device)
         states = self.fuse(features, (offsets >= num_committed).unsqueeze(0) if rows > num_committed else None)
-        rope = self.rotary_emb(states, (offsets + cache.first_position + cache.committed).unsqueeze(0))
-        cache.reserve(cache.committed + rows + self.config.block_size + 1)
+        if cache.window is not None:  # nothing was drafted since the last window: it is written alone
+            self._write_window(cache, states[:, :0])
+        cache.open_window(states, num_committed, room=self.config.block_size + 1)
+
+    def _write_window(self, cache: CarryoverCache, nothing: torch.Tensor) -> None:
+        """Write the open window without a block, whose states are `nothing` `(1, 0, hidden_size)`."""
+        positions = torch.arange(cache.window.shape[1], device=nothing.device) + cache.window_start
+        cache.window_rope = self.rotary_emb(nothing, (positions + cache.first_position).unsqueeze(0))
         for layer in self.layers:
-            cache.write_window(layer.self_attn.layer_idx, *layer.self_attn.project_kv(states, rope))
-        cache.committed += num_committed
-        cache.carried = rows - num_committed
+            cache.keys_and_values(layer.self_attn, nothing, None)
+        cache.window = cache.window_rope = None
 
     @torch.no_grad()
     def draft(self, cache: CarryoverCache, anchor_embeds: torch.Tensor, mask_embeds: torch.Tensor | None):
@@ -636,7 +657,15 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         if "sliding_attention" in self.config.layer_types:
             stored = torch.arange(cache.length, device=block.device).unsqueeze(0) + cache.first_position
             masks = self._additive_masks(None, positions, torch.cat([stored, positions], dim=1), block.dtype)
-        return self.run_layers(block, positions, cache, masks)
+        if cache.window is None:
+            return self.run_layers(block, self.rotary_emb(block, positions), cache, masks)
+        first = cache.first_position + cache.window_start
+        window = torch.arange(first, first + cache.window.shape[1], device=block.device).unsqueeze(0)
+        cache.window_rope = self.rotary_emb(block, torch.cat([window, positions], dim=1))
+        rope = tuple(part[:, -rows:] for part in cache.window_rope)
+        hidden = self.run_layers(block, rope, cache, masks)
+        cache.window = cache.window_rope = None
+        return hidden
 
 
 def _install_generation_hooks() -> None:

@@ -6,6 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_carryover import drafter_from_target
 
+
 VOCAB = 64
 
 

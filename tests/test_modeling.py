@@ -204,7 +204,6 @@ def test_a_carryover_drafter_loads_as_a_baseline(target, tmp_path):
 # Checkpoints that do not fit: case R17
 
 
-
 def without(folder, *names, **more):
     """Rewrites the weights of a folder without some tensors, or with additional ones."""
     from safetensors.torch import save_file
@@ -364,8 +363,8 @@ def test_a_window_reaches_exactly_so_far(target, layer, window):
 class NoMemory:
     """A block on its own; unlike the in-place storage of a generation it lets gradients through."""
 
-    def extend(self, attention, key, value):
-        return key, value
+    def keys_and_values(self, attention, hidden_states, rope):
+        return attention.project_kv(hidden_states, rope)
 
 
 def test_a_window_keeps_the_block_two_way(target):
@@ -374,7 +373,7 @@ def test_a_window_keeps_the_block_two_way(target):
     states = torch.randn(1, 13, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
     positions = torch.arange(30, 43).unsqueeze(0)
     masks = drafter._additive_masks(None, positions, positions, torch.float32)
-    hidden = drafter.run_layers(states, positions, NoMemory(), masks)
+    hidden = drafter.run_layers(states, drafter.rotary_emb(states, positions), NoMemory(), masks)
     for row in range(1, 13):
         assert visible(hidden[0, row - 1], states) == list(range(max(row - 7, 0), 13)), row
 

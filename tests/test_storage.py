@@ -147,8 +147,8 @@ def test_growth_keeps_committed_and_carried_rows():
     config = tiny_drafter(tiny_target("llama"), block_size=B).config
     cache = CarryoverCache(config, dtype=torch.float32, device="cpu", capacity=6)
     for layer in range(config.num_hidden_layers):
-        window = torch.full((1, config.num_key_value_heads, 5, config.head_dim), float(layer + 1))
-        cache.write_window(layer, window, -window)
+        cache.keys[layer][:, :, :5] = float(layer + 1)
+        cache.values[layer][:, :, :5] = -float(layer + 1)
     cache.committed, cache.carried = 3, 2
     cache.reserve(6)
     assert cache.capacity == 6
