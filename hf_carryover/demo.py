@@ -13,10 +13,11 @@ What the columns mean:
 - **speedup**: plain decode time / assisted decode time for the same tokens. Should the outputs differ in length, it is
   the ratio of the times per token.
 
-The default is float32, although bfloat16 decodes about 1.5 times as fast on a CPU. A verification pass over a block
-rounds differently from a pass over one token. In float32 these differences are around 1e-5 and the outputs have to be
-identical, token for token; in bfloat16 they are large enough to flip two nearly tied tokens, which
-[`compare_outputs`] can only explain afterwards.
+It runs twice. First in bfloat16, which is how such a model is served and where a verification pass over a block costs
+little more than a pass over one token: these are the times. But such a pass rounds differently from passes over single
+tokens, and in bfloat16 that is enough to flip two nearly tied tokens, which [`compare_outputs`] can only explain
+afterwards. So the carryover drafter's answers are made once more in float32, unstreamed, where rounding is around 1e-5
+and the outputs have to be identical, token for token. `--dtype float32` does all of it in float32.
 
 Command line: `python -m hf_carryover.demo --help`. The exit code is 0 when every output equals plain decoding up to
 near ties, 1 when one does not, 2 when the demo could not run.
@@ -377,7 +378,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", metavar="FILE.jsonl", help="one object with `turns` a line (default: bundled)")
     parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="length of each answer")
     parser.add_argument("--limit", type=positive, metavar="N", help="only the first N prompts")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="default: float32")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="default: bfloat16")
+    parser.add_argument(
+        "--no-check", action="store_true", help="leave out the float32 check after a run in another dtype"
+    )
     parser.add_argument("--seed", type=int, help="shuffles the prompts before --limit (default: file order)")
     return parser.parse_args(arguments)
 
@@ -397,6 +401,25 @@ def choose(prompts: list[Prompt], limit: int | None, seed: int | None) -> list[P
     return chosen[:limit]
 
 
+def load_systems(options: argparse.Namespace, dtype: torch.dtype, names: Sequence[str]) -> tuple[Any, Any, dict]:
+    """Target, tokenizer and the drafters `names` in one dtype."""
+    model, tokenizer = load_target(options.target, dtype)
+    folders = {"control": options.control, "carryover": options.drafter}
+    return model, tokenizer, {name: load_drafter(name, folders[name], dtype, model.device) for name in names}
+
+
+def check_in_float32(options: argparse.Namespace, prompts: list[Prompt]) -> tuple[str, bool]:
+    """The carryover drafter's answers against plain decoding's, in float32: closing lines, and whether all agree."""
+    print("\nThe same answers in float32, where they have to be identical ...", flush=True)
+    model, tokenizer, drafters = load_systems(options, torch.float32, ["carryover"])
+    comparisons = []
+    for prompt in prompts:
+        comparisons += compare_systems(model, tokenizer, drafters, [prompt], options.max_new_tokens, echo=False)
+        same = not any(comparison.differences for comparison in comparisons[-len(prompt.turns) :])
+        print(f"  {prompt.name}: {'identical' if same else 'DIFFERENT'}", flush=True)
+    return verdict(comparisons, "float32")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     dtype = DTYPES[options.dtype]
@@ -404,9 +427,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     try:
         prompts = choose(load_prompts(options.prompts), options.limit, options.seed)
-        model, tokenizer = load_target(options.target, dtype)
-        folders = {"control": options.control, "carryover": options.drafter}
-        drafters = {name: load_drafter(name, folder, dtype, model.device) for name, folder in folders.items()}
+        model, tokenizer, drafters = load_systems(options, dtype, ["control", "carryover"])
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -420,6 +441,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     closing, passed = verdict(comparisons, options.dtype)
     print(f"\n{table(comparisons)}\n\n{gains(comparisons)}\n{closing}")
+    if dtype != torch.float32 and not options.no_check:
+        closing, identical = check_in_float32(options, prompts)
+        passed = passed and identical
+        print(closing)
     return 0 if passed else 1
 
 

@@ -335,6 +335,14 @@ class TestGeneration:
         prompts.write_text("".join(json.dumps({"id": f"p{i}", "turns": [f"w{i} w2"]}) + "\n" for i in range(3)))
         options = ["--target", tmp_path / "target", "--drafter", tmp_path / "drafter", "--control"]
         options += [tmp_path / "drafter", "--prompts", prompts, "--max-new-tokens", 6, "--limit", 2]
+        # By default in bfloat16, and then once more in float32.
+        assert demo.main(list(map(str, options))) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-1] == "OK: all 2 assisted outputs are identical to plain decoding (12 tokens, float32)."
+        assert lines[-3:-1] == ["  p0: identical", "  p1: identical"]
+        assert sum("(bfloat16)" in line or "bfloat16)." in line for line in lines) == 1
+
+        options += ["--dtype", "float32"]
         assert demo.main(list(map(str, options))) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[-1] == "OK: all 4 assisted outputs are identical to plain decoding (12 tokens, float32)."

@@ -381,7 +381,7 @@ def test_batch_without_an_anchor(target, tmp_path, kwargs):
     trainer.add_anchors(batch, step=1)
     loss = trainer.compute_loss(drafter, batch, num_items_in_batch=torch.zeros(()))
     loss.backward()
-    assert float(loss) == 0.0
+    assert loss.item() == 0.0
     assert all(not parameter.grad.any() for parameter in drafter.parameters())
 
     before = weights_of(drafter)
