@@ -57,10 +57,11 @@ def command(record: dict) -> str:
 
 
 def losses(log: list[dict]) -> tuple[float, int]:
-    """Mean training loss of the last tenth of the logged steps, and the number of steps."""
-    entries = [entry for entry in log if "loss" in entry]
+    """Mean loss of the blocks in the last tenth of the logged steps, and the number of steps."""
+    # Not `loss`: that is divided by the weights of all sampled anchors, dropped ones included.
+    entries = [entry for entry in log if "block_loss" in entry]
     last = entries[-max(1, math.ceil(len(entries) / 10)) :]
-    return sum(float(entry["loss"]) for entry in last) / len(last), int(entries[-1]["step"])
+    return sum(float(entry["block_loss"]) for entry in last) / len(last), int(entries[-1]["step"])
 
 
 def read_run(folder: Path) -> dict:

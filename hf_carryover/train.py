@@ -18,6 +18,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
@@ -117,7 +118,7 @@ def build_drafter(arguments: DrafterArguments, target, recordings) -> CarryoverD
     if arguments.drafter is not None:
         kwargs = {} if arguments.carry is None else {"carry": arguments.carry}
         return _load("drafter", arguments.drafter, CarryoverDrafter, dtype=torch.float32, **kwargs)
-    config = {
+    config: dict[str, Any] = {
         "block_size": arguments.block_size,
         "markov_rank": arguments.markov_rank,
         "carry": bool(arguments.carry),

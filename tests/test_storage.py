@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from tiny_targets import assisted, follow_script, plain, prompt_ids, tiny_drafter, tiny_target
+from tiny_targets import assisted, follow_script, plain, prompt_ids, tiny_drafter, tiny_llama, tiny_target
 
 from hf_carryover.modeling_carryover import CarryoverCache
 
@@ -26,7 +26,8 @@ class Rounds:
     anchors: list = field(default_factory=list)
     hidden: list = field(default_factory=list)
     states: list = field(default_factory=list)  # (first_position, committed, carried, capacity) when drafting
-    windows: list = field(default_factory=list)  # (slot, rows) of each window written, first layer
+    windows: list = field(default_factory=list)  # (slot, rows) of each window
+    at: list = field(default_factory=list)  # the window behind which each draft stands
     buffers: list = field(default_factory=list)
 
 
@@ -41,6 +42,7 @@ def record(drafter) -> Rounds:
         commit_window(cache, features, num_committed)
 
     def recording_draft(cache, anchor_embeds, mask_embeds):
+        rounds.at.append(len(rounds.windows) - 1)
         rounds.states.append((cache.first_position, cache.committed, cache.carried, cache.capacity))
         rounds.buffers.append(cache.keys[0].data_ptr())
         hidden = draft(cache, anchor_embeds, mask_embeds)
@@ -55,9 +57,10 @@ def record(drafter) -> Rounds:
 @torch.no_grad()
 def from_scratch(drafter, rounds: Rounds, r: int, mask_embeds=None) -> torch.Tensor:
     """Final states of round `r`'s mask rows, by the training path."""
-    features = torch.cat(rounds.committed[: r + 1], dim=1)
+    last = rounds.at[r]
+    features = torch.cat(rounds.committed[: last + 1], dim=1)
     anchor = features.shape[1]
-    carried = rounds.carried[r] if drafter.config.carry else rounds.carried[r][:, :0]
+    carried = rounds.carried[last] if drafter.config.carry else rounds.carried[last][:, :0]
     extra = {}
     if carried.shape[1]:
         extra = {
@@ -106,6 +109,22 @@ def test_every_round_equals_drafting_from_scratch(name, options):
         torch.testing.assert_close(hidden, from_scratch(drafter, rounds, r, mask_embeds), atol=1e-4, rtol=1e-4)
         position += drafter.last_report.committed[r]
     assert {carried.shape[1] for carried in rounds.carried[1:]} >= {0, 1, 2, 3, 4}
+
+
+def test_rounds_without_a_draft_are_stored_too():
+    """Between two drafts several windows may pass: here one block may not straddle a limit of the target's RoPE."""
+    limit = 24
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "factor": 4.0, "short_factor": [1.0] * 4}
+    rope |= {"long_factor": [3.0] * 4, "original_max_position_embeddings": limit}
+    target = tiny_llama(rope_parameters=rope, max_position_embeddings=96)
+    text = plain(target, prompt_ids(), max_new_tokens=40)
+    drafter = follow_script(tiny_drafter(target, block_size=B), text, [1, 0, 3, 0])
+    rounds = record(drafter)
+    assert assisted(target, prompt_ids(), drafter, max_new_tokens=40).tolist() == text.tolist()
+    assert 0 in drafter.last_report.proposed[:-1]
+    assert len(rounds.windows) > len(rounds.at) == drafter.last_report.rounds - drafter.last_report.proposed.count(0)
+    for r, hidden in enumerate(rounds.hidden):
+        torch.testing.assert_close(hidden, from_scratch(drafter, rounds, r), atol=1e-4, rtol=1e-4)
 
 
 def test_carried_rows_matter():
