@@ -20,8 +20,10 @@ storage only. Embedding and output head are the target's; they are passed in and
 This file and `configuration_carryover.py` need transformers and torch alone.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -38,6 +40,11 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from transformers.utils import ModelOutput
 
 from .configuration_carryover import CarryoverConfig
+
+
+# The last report per thread and drafter. Not on the drafter, which stays free to be copied and pickled; a report goes
+# with its thread or its drafter.
+_REPORTS = threading.local()
 
 
 @dataclass
@@ -246,13 +253,21 @@ class CarryoverDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
+class MarkovEmbedding(nn.Embedding):
+    """`W1`. A class of its own so that the initialisation, which is asked about modules with parameters, knows it."""
+
+
+class MarkovProjection(nn.Linear):
+    """`W2`."""
+
+
 class MarkovHead(nn.Module):
     """Low-rank bias from the previous token, `W2 · W1[y_{k-1}]` (DSpark, arXiv 2607.05147)."""
 
     def __init__(self, config: CarryoverConfig):
         super().__init__()
-        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.output_vocab_size, bias=False)
+        self.markov_w1 = MarkovEmbedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = MarkovProjection(config.markov_rank, config.output_vocab_size, bias=False)
 
     def forward(self, previous_ids: torch.LongTensor) -> torch.Tensor:
         """Bias `(..., output_vocab_size)` for the successors of target tokens `previous_ids` `(...)`."""
@@ -272,10 +287,15 @@ class CarryoverPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
 
     def _init_weights(self, module):
+        if isinstance(module, MarkovEmbedding):
+            # Unit variance: with both factors small the product would take hundreds of steps to grow.
+            init.normal_(module.weight, mean=0.0, std=1.0)
+            return
+        if isinstance(module, MarkovProjection):
+            init.zeros_(module.weight)  # a fresh Markov head changes nothing
+            return
         super()._init_weights(module)
-        if isinstance(module, MarkovHead):
-            init.zeros_(module.markov_w2.weight)  # a fresh Markov head changes nothing
-        elif isinstance(module, CarryoverDrafter):
+        if isinstance(module, CarryoverDrafter):
             if module.carry_embedding is not None:
                 init.zeros_(module.carry_embedding)
             if module.mask_embedding is not None:
@@ -323,7 +343,6 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         reduced = config.draft_vocab_size is not None
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if reduced else None)
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool) if reduced else None)
-        self._reports: dict[int, object] = {}
         self.gradient_checkpointing = False
         self.post_init()
         _install_generation_hooks()
@@ -339,9 +358,13 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
     @property
     def last_report(self):
         """Report of the last `generate` of the calling thread, `None` before the first."""
-        import threading
+        return getattr(_REPORTS, "of", {}).get(self)
 
-        return self._reports.get(threading.get_ident())
+    def set_report(self, report) -> None:
+        """Make `report` the calling thread's `last_report`."""
+        if not hasattr(_REPORTS, "of"):
+            _REPORTS.of = WeakKeyDictionary()
+        _REPORTS.of[self] = report
 
     def draft_token_ids(self) -> torch.LongTensor | None:
         """Target ids of the draft vocabulary, shape `(draft_vocab_size,)`; `None` when all tokens are drafted."""
@@ -365,7 +388,8 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
             )
         if token_ids[0] < 0 or token_ids[-1] >= self.config.vocab_size or not bool((token_ids.diff() > 0).all()):
             raise ValueError(
-                f"Draft token ids must increase within 0 ... {self.config.vocab_size - 1}, got {token_ids.tolist()[:8]} ..."
+                f"Draft token ids must increase within 0 ... {self.config.vocab_size - 1}, got "
+                f"{token_ids.tolist()[:8]} ..."
             )
         self.d2t.copy_(token_ids - torch.arange(expected, device=self.device))
         self.t2d.zero_()

@@ -192,15 +192,32 @@ def _copy_target_weights(drafter: CarryoverDrafter, target: PreTrainedModel) -> 
     if layers is not None:
         depth, wanted = len(layers), len(drafter.layers)
         first = depth // 2
-        for i, layer in enumerate(drafter.layers):
-            source = dict(layers[first + (i * (depth - 1 - first)) // max(wanted - 1, 1)].named_parameters())
-            _copy_matching(layer, source)
+        copied = [first + (i * (depth - 1 - first)) // max(wanted - 1, 1) for i in range(wanted)]
+        for index, layer in zip(copied, drafter.layers, strict=True):
+            _copy_matching(layer, dict(layers[index].named_parameters()))
+        _start_fusion(drafter, [layers[index] for index in copied], copied[len(copied) // 2])
         norm = getattr(decoder, "norm", None)
         if norm is not None:
             _copy_matching(drafter.norm, dict(norm.named_parameters()))
     if drafter.mask_embedding is not None:
         embedding = target.get_input_embeddings().weight
         drafter.mask_embedding.copy_(embedding.float().mean(dim=0))
+
+
+def _start_fusion(drafter: CarryoverDrafter, copied: list[nn.Module], layer_id: int) -> None:
+    """
+    Let the fusion start as the identity on the tapped layer that feeds the middle one of the copied layers, with the
+    mean of their input norms: the copied key and value projections then read what they read in the target.
+    """
+    config = drafter.config
+    norms = [getattr(getattr(layer, "input_layernorm", None), "weight", None) for layer in copied]
+    if config.hidden_size != config.target_hidden_size or any(norm is None for norm in norms):
+        return
+    width = config.target_hidden_size
+    tap = min(range(len(config.target_layer_ids)), key=lambda i: abs(config.target_layer_ids[i] - (layer_id - 1)))
+    drafter.fc.weight.zero_()
+    drafter.fc.weight[:, tap * width : (tap + 1) * width] = torch.eye(width)
+    drafter.hidden_norm.weight.copy_(torch.stack([norm.float() for norm in norms]).mean(dim=0))
 
 
 def _copy_matching(module: nn.Module, source: dict[str, torch.Tensor]) -> None:

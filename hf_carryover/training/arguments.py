@@ -27,6 +27,11 @@ class CarryoverTrainingArguments(TrainingArguments):
         alpha_ce (`float`, *optional*, defaults to 1.0): Weight of the cross entropy to the recorded tokens.
         alpha_tv (`float`, *optional*, defaults to 0.0):
             Weight of the total variation distance to the target's distribution (DSpark: 0.1 CE and 0.9 TV).
+        fc_learning_rate_scale (`float`, *optional*, defaults to 1.0):
+            Factor on the learning rate of `fc.weight`. Its inputs are raw target states, whose size is the target's:
+            where they are far above 1 (SmolLM2: 1 to 30 beside outliers of hundreds) an Adam step of the common rate
+            moves the fused state by more than itself, and nothing that reads it can learn. Choose about
+            1 / mean |state|.
         draft_temperature (`float`, *optional*, defaults to 0.0):
             Temperature of the first draft's proposals; 0 takes the likeliest tokens.
 
@@ -47,6 +52,7 @@ class CarryoverTrainingArguments(TrainingArguments):
     gamma: float | None = field(default=None, metadata={"help": "Decay of the position weights exp(-(k-1)/gamma)."})
     alpha_ce: float = field(default=1.0, metadata={"help": "Weight of the cross entropy to recorded tokens."})
     alpha_tv: float = field(default=0.0, metadata={"help": "Weight of the total variation to the target."})
+    fc_learning_rate_scale: float = field(default=1.0, metadata={"help": "Factor on the learning rate of fc.weight."})
     draft_temperature: float = field(default=0.0, metadata={"help": "Temperature of the first draft; 0 is greedy."})
     feature_cache_dir: str | None = field(default=None, metadata={"help": "Folder for cached target features."})
 

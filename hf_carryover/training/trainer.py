@@ -109,6 +109,17 @@ class CarryoverTrainer(Trainer):
         self._stats: dict[str, torch.Tensor] = {}
         self.skipped_sequences = 0
 
+    def create_optimizer(self, *args, **kwargs):
+        """The optimizer of `Trainer`, with `fc.weight` in a group of its own where its learning rate is scaled."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        scale, weight = self.args.fc_learning_rate_scale, self.drafter.fc.weight
+        if scale != 1.0 and not any(group.get("is_fc") for group in optimizer.param_groups):
+            group = next(group for group in optimizer.param_groups if any(p is weight for p in group["params"]))
+            group["params"] = [p for p in group["params"] if p is not weight]
+            own = {**group, "params": [weight], "lr": group["lr"] * scale, "is_fc": True}
+            optimizer.add_param_group(own)
+        return optimizer
+
     # Anchors and normalisation
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
