@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
@@ -58,6 +59,15 @@ WARM_UP_TOKENS = 8
 # Rounding alone moves a logit gap by up to this much in half precision (observed: 0 to 0.25; real defects: 0.6 and
 # more). In float32 no difference is excused.
 NEAR_TIE = 0.25
+
+
+def near_tie_margin(best: float, dtype: torch.dtype) -> float:
+    """
+    The largest gap below the best logit that counts as a near tie in half precision: below `NEAR_TIE`, or one step of
+    `dtype` at that logit where the steps are wider (bfloat16 has none smaller than 0.25 between 32 and 64).
+    """
+    step = torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(max(abs(best), 1.0)))
+    return max(step, math.nextafter(NEAR_TIE, 0.0))
 
 
 @dataclass(frozen=True)
@@ -220,8 +230,8 @@ def compare_outputs(model: Any, input_ids: torch.Tensor, plain: list[int], other
 
     Returns:
         [`Difference`], *optional*: `None` if both are equal, else the first difference. It counts as a near tie in
-        half precision only, when both the runner-up and the token the other system chose are within `NEAR_TIE` of the
-        target's best logit.
+        half precision only, when both the runner-up and the token the other system chose are within
+        [`near_tie_margin`] of the target's best logit.
     """
     if plain == other:
         return None
@@ -233,7 +243,8 @@ def compare_outputs(model: Any, input_ids: torch.Tensor, plain: list[int], other
     logits = model(input_ids=torch.cat([input_ids, prefix], dim=1), use_cache=False).logits[0, -1]
     best, second = logits.float().topk(2).values.tolist()
     furthest = max(best - float(logits[token]) for token in (plain[position], other[position]))
-    near_tie = model.dtype != torch.float32 and best - second < NEAR_TIE and furthest < NEAR_TIE
+    half = model.dtype != torch.float32
+    near_tie = half and max(best - second, furthest) <= near_tie_margin(best, model.dtype)
     return Difference(position, best - second, near_tie)
 
 

@@ -192,6 +192,18 @@ class TestCompareOutputs:
         assert found.margin == pytest.approx(0.1, abs=1e-6)
         assert seen == [[[1, 2, 8]]]
 
+    @pytest.mark.parametrize(
+        ("best", "dtype", "margin"),
+        [(31.0, "bfloat16", 0.25), (32.0, "bfloat16", 0.25), (63.0, "bfloat16", 0.25), (64.0, "bfloat16", 0.5)]
+        + [(3.0, "bfloat16", 0.25), (0.0, "bfloat16", 0.25), (300.0, "float16", 0.25), (-70.0, "bfloat16", 0.5)],
+    )
+    def test_margin_is_at_least_one_step(self, best, dtype, margin):
+        """The next logit below a best one of 32 is 31.75 in bfloat16: a tie up to rounding."""
+        found = demo.near_tie_margin(best, getattr(torch, dtype))
+        assert found == pytest.approx(margin, abs=1e-9)
+        # Below 0.25 unless the steps themselves are that wide.
+        assert (found < 0.25) == (abs(best) < 32 or dtype == "float16")
+
     def test_never_in_float32(self, scripted):
         model, _ = scripted
         model.dtype = torch.float32
