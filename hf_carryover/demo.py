@@ -230,8 +230,8 @@ def compare_outputs(model: Any, input_ids: torch.Tensor, plain: list[int], other
 
     Returns:
         [`Difference`], *optional*: `None` if both are equal, else the first difference. It counts as a near tie in
-        half precision only, when both the runner-up and the token the other system chose are within
-        [`near_tie_margin`] of the target's best logit.
+        half precision only, when the runner-up and both chosen tokens are within [`near_tie_margin`] of the target's
+        best logit, in one pass over all tokens or in single steps.
     """
     if plain == other:
         return None
@@ -241,11 +241,29 @@ def compare_outputs(model: Any, input_ids: torch.Tensor, plain: list[int], other
         return Difference(position, None, False)
     prefix = torch.tensor([plain[:position]], dtype=input_ids.dtype, device=input_ids.device)
     logits = model(input_ids=torch.cat([input_ids, prefix], dim=1), use_cache=False).logits[0, -1]
+    tokens = (plain[position], other[position])
+    margin, near_tie = _margin(logits, tokens, model.dtype)
+    if not near_tie and model.dtype != torch.float32:
+        # One pass over all tokens rounds differently from plain decoding's single steps: ask those too.
+        alone = _margin(_single_steps(model, input_ids, prefix), tokens, model.dtype)
+        margin, near_tie = alone if alone[1] else (margin, near_tie)
+    return Difference(position, margin, near_tie)
+
+
+def _margin(logits: torch.Tensor, tokens: tuple[int, int], dtype: torch.dtype) -> tuple[float, bool]:
+    """Gap of the best two `logits` `(vocab_size,)`, and whether it and those of both `tokens` are a near tie."""
     best, second = logits.float().topk(2).values.tolist()
-    furthest = max(best - float(logits[token]) for token in (plain[position], other[position]))
-    half = model.dtype != torch.float32
-    near_tie = half and max(best - second, furthest) <= near_tie_margin(best, model.dtype)
-    return Difference(position, best - second, near_tie)
+    furthest = max(best - float(logits[token]) for token in tokens)
+    half = dtype != torch.float32
+    return best - second, half and max(best - second, furthest) <= near_tie_margin(best, dtype)
+
+
+def _single_steps(model: Any, input_ids: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
+    """Logits `(vocab_size,)` behind the prompt and `prefix` `(1, n)`, computed as plain decoding does."""
+    outputs = model(input_ids=input_ids, use_cache=True)
+    for token in prefix.T:
+        outputs = model(input_ids=token.view(1, 1), past_key_values=outputs.past_key_values, use_cache=True)
+    return outputs.logits[0, -1]
 
 
 def compare_systems(
