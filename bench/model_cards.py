@@ -27,6 +27,7 @@ from .summary import ALL, HELD_OUT, MEAN, cell
 BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PREFIX = "smollm2-135m-markov"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+SHAPES = ("num_hidden_layers", "block_size", "markov_rank", "draft_vocab_size", "target_layer_ids", "init_from_target")
 # What `save_pretrained` adds for remote code: the shipped folders are for users of the package.
 NOT_SHIPPED = ("configuration_carryover.py", "modeling_carryover.py")
 
@@ -40,8 +41,10 @@ ROLE = {
 def command(record: dict) -> str:
     """The command line that a training record stands for, with names instead of places."""
     flags = []
+    # Shapes of a new drafter mean nothing where one is continued.
+    continued = record["arguments"].get("drafter") is not None
     for name, value in {**record["arguments"], **record["training_arguments"]}.items():
-        if value is None or value == []:
+        if value is None or value == [] or (continued and name in SHAPES):
             continue
         if name in ("target", "recordings"):
             value = name.upper()
@@ -196,8 +199,8 @@ A baseline first, then control and carryover from it with equal steps, data, see
 `TARGET` is the target, `RECORDINGS` the recordings. Losses are the position-weighted cross entropy (γ = 4) in nats;
 the training loss is the mean of the last tenth of the steps; simulated τ is 1 + accepted proposals at sampled anchors
 of held-out recordings, for control and carryover at their shifted anchors. Three layers, B = 7 and the reduced
-vocabulary are chosen for two CPU cores: verifying 8 rows costs 1.25 plain steps there, and the head over 8192 instead
-of 49152 tokens is most of the draft step's cost. `training.json` and `training_log.jsonl` are the records of this
+vocabulary are chosen for two CPU cores, where verifying 8 rows costs little more than a plain step and the head's
+product over all 49152 tokens would cost more than the three layers. `training.json` and `training_log.jsonl` are the records of this
 stage, `baseline_*` those of the first. {versions}.
 
 ## Limits
