@@ -200,8 +200,8 @@ A baseline first, then control and carryover from it with equal steps, data, see
 the training loss is the mean of the last tenth of the steps; simulated τ is 1 + accepted proposals at sampled anchors
 of held-out recordings, for control and carryover at their shifted anchors. Three layers, B = 7 and the reduced
 vocabulary are chosen for two CPU cores, where verifying 8 rows costs little more than a plain step and the head's
-product over all 49152 tokens would cost more than the three layers. `training.json` and `training_log.jsonl` are the records of this
-stage, `baseline_*` those of the first. {versions}.
+product over all 49152 tokens would cost more than the three layers. `training.json` and `training_log.jsonl` are the
+records of this stage, `baseline_*` those of the first. {versions}.
 
 ## Limits
 

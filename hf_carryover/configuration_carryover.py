@@ -221,6 +221,11 @@ class CarryoverConfig(PreTrainedConfig):
         known = sorted({"default", *ROPE_INIT_FUNCTIONS})
         if rope["rope_type"] not in known:
             raise ValueError(f"`rope_type` must be one of {known}, got {rope['rope_type']!r}.")
+        if "dynamic" in rope["rope_type"] or rope["rope_type"] == "longrope":
+            raise ValueError(
+                f"`rope_type` {rope['rope_type']!r} lets the frequencies follow the length of the text, but the "
+                "drafter's committed keys keep those they were written with. Use a type with fixed frequencies."
+            )
         factor = rope.get("partial_rotary_factor", 1.0)
         if not 0 < factor <= 1:
             raise ValueError(f"`partial_rotary_factor` must be above 0 and at most 1, got {factor}.")

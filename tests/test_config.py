@@ -154,6 +154,7 @@ def test_sizes_below_one(name, value):
         ({"layer_types": ["full_attention"]}, r"each of the 2 layers, got \['full_attention'\]"),
         ({"layer_types": ["full_attention", "linear"]}, r"each of the 2 layers, got \['full_attention', 'linear'\]"),
         ({"layer_types": ["sliding_attention"] * 2}, "`sliding_window` must be positive .*, got None"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic' lets the frequ"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "`rope_type` must be one of .*'spiral'"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e4}}},
