@@ -117,7 +117,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(target, tmp_path):
     [
         pytest.param({}, id="greedy"),
         pytest.param({"draft_temperature": 0.8, "bf16": True, "gradient_accumulation_steps": 2}, id="sampled-bf16"),
-        pytest.param({"stage": "baseline"}, id="baseline"),
+        pytest.param({"stage": "baseline", "fc_learning_rate_scale": 0.1}, id="baseline"),
     ],
 )
 def test_resumed_run_equals_the_uninterrupted_one(target, tmp_path, kwargs):
@@ -296,7 +296,7 @@ def with_token(row, place, token):
     "kwargs",
     [
         pytest.param({}, id="carryover"),
-        pytest.param({"stage": "baseline"}, id="baseline"),
+        pytest.param({"stage": "baseline", "fc_learning_rate_scale": 0.1}, id="baseline"),
         pytest.param({"alpha_tv": 0.9, "alpha_ce": 0.1}, id="carryover-tv"),
         pytest.param({"stage": "baseline", "alpha_tv": 0.9, "alpha_ce": 0.1}, id="baseline-tv"),
     ],

@@ -80,6 +80,8 @@ class CarryoverTrainingArguments(TrainingArguments):
             raise ValueError(f"`anchors_per_response` must be at least 1, got {self.anchors_per_response}.")
         if self.gamma is not None and self.gamma <= 0:
             raise ValueError(f"`gamma` must be positive, got {self.gamma}.")
+        if self.fc_learning_rate_scale <= 0:
+            raise ValueError(f"`fc_learning_rate_scale` must be positive, got {self.fc_learning_rate_scale}.")
         if self.alpha_ce < 0 or self.alpha_tv < 0 or self.alpha_ce + self.alpha_tv == 0:
             raise ValueError(
                 f"`alpha_ce` and `alpha_tv` must not be negative nor both 0, got {self.alpha_ce} and {self.alpha_tv}."
