@@ -325,7 +325,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--output", required=True, metavar="FILE.json", help="report; .md and .journal.jsonl beside it"
     )
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    for path in [*options.prompts, *([] if options.recordings is None else [options.recordings])]:
+        if not Path(path).exists():
+            parser.error(f"{path} does not exist")
+    return options
 
 
 def comparisons(wanted: list[tuple[str, str]] | None, drafters: Sequence[str]) -> list[tuple[str, str]]:

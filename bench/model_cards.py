@@ -19,6 +19,7 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 
 from hf_carryover import CarryoverDrafter, load_recordings
+from hf_carryover.train import SHAPE_FLAGS
 from hf_carryover.training.loading import split_recordings
 
 from .summary import ALL, HELD_OUT, MEAN, cell
@@ -27,7 +28,6 @@ from .summary import ALL, HELD_OUT, MEAN, cell
 BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PREFIX = "smollm2-135m-markov"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-SHAPES = ("num_hidden_layers", "block_size", "markov_rank", "draft_vocab_size", "target_layer_ids", "init_from_target")
 # What `save_pretrained` adds for remote code: the shipped folders are for users of the package.
 NOT_SHIPPED = ("configuration_carryover.py", "modeling_carryover.py")
 
@@ -41,10 +41,8 @@ ROLE = {
 def command(record: dict) -> str:
     """The command line that a training record stands for, with names instead of places."""
     flags = []
-    # Shapes of a new drafter mean nothing where one is continued.
-    continued = record["arguments"].get("drafter") is not None
     for name, value in {**record["arguments"], **record["training_arguments"]}.items():
-        if value is None or value == [] or (continued and name in SHAPES):
+        if value is None or value == []:
             continue
         if name in ("target", "recordings"):
             value = name.upper()
@@ -74,6 +72,8 @@ def read_run(folder: Path) -> dict:
         if record["arguments"].get(name):
             parts = Path(record["arguments"][name]).parts
             record["arguments"][name] = "/".join(parts[-2 if name == "drafter" else -1 :])
+    if record["arguments"].get("drafter"):  # shapes of a new drafter mean nothing where one is continued
+        record["arguments"] = {key: value for key, value in record["arguments"].items() if key not in SHAPE_FLAGS}
     log = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines() if line]
     seconds = next((entry["train_runtime"] for entry in reversed(log) if "train_runtime" in entry), None)
     return {"record": record, "log": log, "seconds": seconds, "folder": folder}
@@ -187,7 +187,8 @@ A block drafter for [{BASE_MODEL}](https://huggingface.co/{BASE_MODEL}), for los
 ```python
 from hf_carryover import CarryoverDrafter
 
-drafter = CarryoverDrafter.from_pretrained("{PREFIX}-{name}", dtype=model.dtype)
+# `model` is the target and `inputs` a tokenized prompt; the path is that of this folder.
+drafter = CarryoverDrafter.from_pretrained("model_cards/{PREFIX}-{name}", dtype=model.dtype)
 model.generate(**inputs, assistant_model=drafter, max_new_tokens=128)
 ```
 
@@ -206,7 +207,8 @@ A baseline first, then control and carryover from it with equal steps, data, see
 
 {stages}
 
-`TARGET` is the target, `RECORDINGS` the recordings. Losses are the position-weighted cross entropy (γ = 4) in nats;
+`TARGET` is the target, `RECORDINGS` the recordings. The commands give float32 files, converted to bfloat16 for
+shipping. Losses are the position-weighted cross entropy (γ = 4) in nats;
 the training loss is the mean of the last tenth of the steps; simulated τ is 1 + accepted proposals at sampled anchors
 of held-out recordings, for control and carryover at their shifted anchors. Three layers, B = 7 and the reduced
 vocabulary are chosen for two CPU cores, where verifying 8 rows costs little more than a plain step and the head's

@@ -111,6 +111,13 @@ def _refuse_inputs(target, input_ids, kwargs) -> None:
             "`inputs_embeds` is not supported with a Carryover drafter, which needs the ids of the prompt. Pass "
             "`input_ids`."
         )
+    wanted = kwargs["generation_config"]
+    attention = target.config.get_text_config()._attn_implementation
+    if wanted.return_dict_in_generate and wanted.output_attentions and attention != "eager":
+        raise ValueError(
+            f"`output_attentions` needs a target with `attn_implementation='eager'` here, got {attention!r}: the "
+            "assisted loop can't do without the weights, which no other implementation returns."
+        )
     for processor in kwargs.get("logits_processor") or []:
         option = _STATEFUL_PROCESSORS.get(type(processor))
         if option is not None:

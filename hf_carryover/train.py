@@ -18,7 +18,6 @@ import sys
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
@@ -36,6 +35,10 @@ from .training.trainer import CarryoverTrainer
 logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
+# What only a new drafter takes.
+SHAPE_FLAGS = (
+    "num_hidden_layers", "block_size", "markov_rank", "draft_vocab_size", "target_layer_ids", "init_from_target",
+)  # fmt: skip
 
 
 @dataclass
@@ -52,9 +55,9 @@ class DrafterArguments:
         drafter (`str`, *optional*): Checkpoint to go on from.
         carry (`bool`, *optional*):
             Whether the trained drafter carries. Defaults to what `drafter` does, and to `False` for a new one.
-        num_hidden_layers, block_size, markov_rank, draft_vocab_size, target_layer_ids:
-            Of a new drafter; see [`CarryoverConfig`]. The draft vocabulary is the recordings' most frequent tokens.
-        init_from_target (`bool`, *optional*, defaults to `True`): Whether a new drafter starts from target layers.
+        num_hidden_layers, block_size, markov_rank, draft_vocab_size, target_layer_ids, init_from_target (*optional*):
+            Of a new drafter, so refused together with `drafter`; see [`CarryoverConfig`] and [`drafter_from_target`],
+            whose defaults hold. The draft vocabulary is the recordings' most frequent tokens.
         target_dtype (`str`, *optional*, defaults to `"bfloat16"`): The dtype the target runs in.
         save_dtype (`str`, *optional*, defaults to `"float32"`):
             The dtype of the finished drafter's file. Training and its checkpoints are float32.
@@ -65,18 +68,26 @@ class DrafterArguments:
     held_out: int = field(default=100, metadata={"help": "Recordings kept for evaluation; 0 for none."})
     drafter: str | None = field(default=None, metadata={"help": "Drafter checkpoint to go on from."})
     carry: bool | None = field(default=None, metadata={"help": "Whether the trained drafter carries rejected rows."})
-    num_hidden_layers: int = field(default=5, metadata={"help": "Layers of a new drafter."})
-    block_size: int = field(default=15, metadata={"help": "Proposals per round of a new drafter."})
-    markov_rank: int = field(default=0, metadata={"help": "Rank of a new drafter's Markov head; 0 is plain DFlash."})
+    num_hidden_layers: int | None = field(default=None, metadata={"help": "Layers of a new drafter."})
+    block_size: int | None = field(default=None, metadata={"help": "Proposals per round of a new drafter."})
+    markov_rank: int | None = field(
+        default=None, metadata={"help": "Rank of a new drafter's Markov head; 0 is plain DFlash."}
+    )
     draft_vocab_size: int | None = field(default=None, metadata={"help": "Reduced draft vocabulary of a new drafter."})
     target_layer_ids: list[int] | None = field(default=None, metadata={"help": "Tapped layers of a new drafter."})
-    init_from_target: bool = field(default=True, metadata={"help": "Start a new drafter from target layers."})
+    init_from_target: bool | None = field(default=None, metadata={"help": "Start a new drafter from target layers."})
     target_dtype: str = field(default="bfloat16", metadata={"help": "Dtype the target runs in."})
     save_dtype: str = field(default="float32", metadata={"help": "Dtype of the finished drafter's file."})
 
     def __post_init__(self):
         if self.held_out < 0:
             raise ValueError(f"`held_out` must be 0 or a number of recordings, got {self.held_out}.")
+        given = [name for name in SHAPE_FLAGS if getattr(self, name) is not None]
+        if self.drafter is not None and given:
+            raise ValueError(
+                f"{', '.join(f'`{name}`' for name in given)} shape a new drafter, but `drafter` names one to go on "
+                "from, which has its own. Leave them out, or leave out `drafter`."
+            )
         for name in ("target_dtype", "save_dtype"):
             if getattr(self, name) not in DTYPES:
                 raise ValueError(f"`{name}` must be one of {', '.join(DTYPES)}, got {getattr(self, name)!r}.")
@@ -118,23 +129,12 @@ def build_drafter(arguments: DrafterArguments, target, recordings) -> CarryoverD
     if arguments.drafter is not None:
         kwargs = {} if arguments.carry is None else {"carry": arguments.carry}
         return _load("drafter", arguments.drafter, CarryoverDrafter, dtype=torch.float32, **kwargs)
-    config: dict[str, Any] = {
-        "block_size": arguments.block_size,
-        "markov_rank": arguments.markov_rank,
-        "carry": bool(arguments.carry),
-    }
-    if arguments.target_layer_ids:
-        config["target_layer_ids"] = arguments.target_layer_ids
+    names = [name for name in SHAPE_FLAGS if name != "draft_vocab_size"]
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     token_ids = None
     if arguments.draft_vocab_size is not None:
         token_ids = frequent_tokens(recordings, arguments.draft_vocab_size, target.config.get_text_config().vocab_size)
-    return drafter_from_target(
-        target,
-        num_hidden_layers=arguments.num_hidden_layers,
-        init_from_target=arguments.init_from_target,
-        draft_token_ids=token_ids,
-        **config,
-    )
+    return drafter_from_target(target, draft_token_ids=token_ids, carry=bool(arguments.carry), **given)
 
 
 def _load(argument: str, name: str, loader, **kwargs):
@@ -193,9 +193,13 @@ def _git(*command: str) -> str | None:
 
 
 def write_record(
-    output: Path, arguments: DrafterArguments, args: CarryoverTrainingArguments, log_history: list[dict], metrics: dict
+    output: Path,
+    arguments: DrafterArguments,
+    args: CarryoverTrainingArguments,
+    trainer: CarryoverTrainer,
+    metrics: dict,
 ) -> None:
-    """Write `training.json` and `training_log.jsonl`."""
+    """Write `training.json`, with the drafter's own config, and `training_log.jsonl`."""
     defaults = CarryoverTrainingArguments(output_dir=args.output_dir).to_dict()
     chosen = {
         key: value
@@ -207,9 +211,11 @@ def write_record(
         # Names of folders, not their places: those differ on every machine. A Hub id stays as it is.
         if data[key] is not None and Path(data[key]).exists():
             data[key] = "/".join(Path(data[key]).resolve().parts[-parts:])
-    record = {"arguments": data, "training_arguments": chosen, "metrics": metrics, **provenance()}
+    data = {key: value for key, value in data.items() if value is not None}
+    config = trainer.drafter.config.to_diff_dict()
+    record = {"arguments": data, "config": config, "training_arguments": chosen, "metrics": metrics, **provenance()}
     (output / "training.json").write_text(json.dumps(_finite(record), indent=2, default=str) + "\n")
-    lines = [json.dumps(_finite(entry), default=str) for entry in log_history]
+    lines = [json.dumps(_finite(entry), default=str) for entry in trainer.state.log_history]
     (output / "training_log.jsonl").write_text("\n".join(lines) + "\n")
 
 
@@ -237,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
         output = Path(args.output_dir)
         trainer.drafter.to(getattr(torch, arguments.save_dtype)).save_pretrained(output / "drafter")
         tokenizer.save_pretrained(output / "drafter")
-        write_record(output, arguments, args, trainer.state.log_history, metrics)
+        write_record(output, arguments, args, trainer, metrics)
     return 0
 
 

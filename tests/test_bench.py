@@ -193,6 +193,12 @@ class TestItems:
         assert [item.set for item in items] == ["held_out", "held_out"]
         assert all(item.prompt_ids[0] == 5 and len(item.prompt_ids) == 2 for item in items)
 
+    def test_missing_files_are_named(self, tmp_path, capsys):
+        for option in ("prompts", "recordings"):
+            with pytest.raises(SystemExit, match="2"):
+                self.options(**{option: str(tmp_path / "none")})
+            assert f"{tmp_path / 'none'} does not exist" in capsys.readouterr().err
+
     def test_nothing_and_repeated_ids_are_errors(self, tmp_path):
         with pytest.raises(ValueError, match="No prompts in"):
             evaluate.load_items([str(tmp_path)], None, self.options())

@@ -95,6 +95,8 @@ def test_cache_as_long_as_the_text_is_refused(monkeypatch):
 def test_attentions_need_the_whole_text(monkeypatch):
     target = tiny_target("llama")
     cache, text, mask, _ = first_call(target, False, False)
+    # Undone after the test: the target is shared.
+    monkeypatch.setattr(target.config, "_attn_implementation_internal", "eager")
     options = {"return_dict_in_generate": True, "output_attentions": True, "attention_mask": mask}
     forwards = count_forwards(target, monkeypatch)
     with pytest.raises(ValueError, match=r"need the whole text in `input_ids`, got the last 4 tokens"):

@@ -323,6 +323,22 @@ def test_command_answers_mistakes_in_one_line(capsys, arguments, message):
     assert message in error and error.startswith("error: ") and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--self-promts", "3"], "error: unknown: --self-promts 3"),
+        (["--self-prompts", "3", "--max-new-token", "4"], "error: unknown: --max-new-token 4"),
+        (["--self-prompts", "3", "--dtype", "bf16"], "error: argument --dtype: invalid choice: 'bf16'"),
+    ],
+)
+def test_command_names_a_misspelt_flag(capsys, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        recording.main(["--target", "x", "--output", "y", *arguments])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert error.startswith(message) and error.count("\n") == 1
+
+
 def test_command_without_arguments(capsys):
     with pytest.raises(SystemExit) as stopped:
         recording.main([])

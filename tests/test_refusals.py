@@ -100,6 +100,10 @@ REFUSED = {
         {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3), "do_sample": True},
         r"`watermarking_config \(SynthID\)` is not supported",
     ),
+    "attentions": (
+        {"output_attentions": True, "return_dict_in_generate": True},
+        r"`output_attentions` needs a target with `attn_implementation='eager'` here, got 'sdpa'",
+    ),
     "no_cache": ({"use_cache": False}, r"requires `use_cache=True`"),
     "static_cache": ({"cache_implementation": "static"}, r"not supported with Static cache"),
     "proposals": ({"num_assistant_tokens": -1}, r"`num_assistant_tokens` must be at least 1, got -1"),

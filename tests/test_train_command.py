@@ -15,7 +15,7 @@ from training_helpers import random_rows
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_carryover import CarryoverDrafter
-from hf_carryover.train import DrafterArguments, build_drafter, main, parse, provenance
+from hf_carryover.train import SHAPE_FLAGS, DrafterArguments, build_drafter, main, parse, provenance
 from hf_carryover.training.trainer import CarryoverTrainer
 
 
@@ -53,8 +53,10 @@ def flags(folder, output, **kwargs):
         "logging_steps": 1,
         "report_to": "none",
         "disable_tqdm": True,
-        **kwargs,
     }
+    if "drafter" in kwargs:  # which has a shape of its own
+        values = {name: value for name, value in values.items() if name not in SHAPE_FLAGS}
+    values |= kwargs
     return [part for name, value in values.items() if value is not None for part in (f"--{name}", str(value))]
 
 
@@ -103,7 +105,7 @@ def test_run_leaves_a_drafter_and_its_record(folder, baseline):
 def test_carryover_and_control_go_on_from_the_baseline(folder, baseline):
     """From one checkpoint, with and without carry; without the flag a drafter stays what it is."""
     start = load_file(baseline / "drafter" / "model.safetensors")
-    common = {"stage": "carryover", "drafter": baseline / "drafter", "draft_vocab_size": None, "max_steps": 1}
+    common = {"stage": "carryover", "drafter": baseline / "drafter", "max_steps": 1}
     common["save_strategy"] = "no"
     assert main(flags(folder, "carryover", carry=True, bf16=True, save_dtype="bfloat16", **common)) == 0
     assert main(flags(folder, "control", **common)) == 0
@@ -114,6 +116,8 @@ def test_carryover_and_control_go_on_from_the_baseline(folder, baseline):
     assert set(control) == set(start)
     record = json.loads((folder / "carryover" / "training.json").read_text())
     assert record["arguments"]["drafter"] == "baseline/drafter"
+    assert not set(record["arguments"]) & set(SHAPE_FLAGS)
+    assert (record["config"]["block_size"], record["config"]["num_hidden_layers"]) == (3, 1)
     kept = build_drafter(DrafterArguments("t", "r", drafter=str(folder / "carryover" / "drafter")), None, None)
     assert kept.config.carry and kept.dtype == torch.float32
 
@@ -165,6 +169,9 @@ MISTAKES = [
     pytest.param({"target_dtype": "int8"}, "must be one of float32, bfloat16, float16, got 'int8'", id="dtype"),
     pytest.param({"held_out": 8}, "held_out is 8, expected a share", id="all-held-out"),
     pytest.param({"held_out": -1}, "`held_out` must be 0 or a number of recordings, got -1", id="negative"),
+    pytest.param(
+        {"drafter": "any", "block_size": 15}, "`block_size` shape a new drafter, but `drafter` names one", id="shape"
+    ),
     pytest.param({"block_size": 0}, "`block_size` must be at least 1, got 0", id="block"),
     pytest.param({"draft_vocab_size": 65}, "A draft vocabulary has 1 ... 64 tokens", id="vocab"),
     pytest.param({"target_layer_ids": 9}, "must be distinct increasing ids in 0 ... 3", id="layers"),

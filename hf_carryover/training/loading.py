@@ -287,7 +287,7 @@ def split_recordings(dataset: Dataset, held_out: float | int, seed: int = 0) -> 
     if not (0 < held_out < 1 if is_share else 1 <= held_out < len(dataset)):
         raise RecordingError(
             f"held_out is {held_out!r}, expected a share between 0 and 1, or a number of rows from 1 to "
-            f"{len(dataset) - 1} for {len(dataset)} recordings."
+            f"{len(dataset) - 1} for {len(dataset)} recordings. Training without held-out recordings: `--held_out 0`."
         )
     hashes = np.array([stable_hash(seed, name) for name in dataset["id"]], dtype=np.uint64)
     chosen = hashes < np.uint64(held_out * 2**64) if is_share else hashes <= np.sort(hashes)[int(held_out) - 1]

@@ -393,7 +393,13 @@ class RecordingArguments(RecordingSettings):
     engine: str = field(
         default="transformers", metadata={"help": "What generates.", "choices": ["transformers", "vllm"]}
     )
-    dtype: str = field(default="auto", metadata={"help": "Data type of the target's weights."})
+    dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "Data type of the target's weights.",
+            "choices": ["auto", "float32", "bfloat16", "float16"],
+        },
+    )
     device: str | None = field(default=None, metadata={"help": "Device for transformers; a GPU if there is one."})
     llm_kwargs: str | None = field(default=None, metadata={"help": "Arguments of vllm.LLM, as JSON."})
 
@@ -475,9 +481,13 @@ def _written_prompts(args: RecordingArguments, target, tokenizer, openings: list
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the command; returns its exit code."""
-    parser = HfArgumentParser(RecordingArguments, description=RecordingArguments.__doc__)
+    parser = HfArgumentParser(RecordingArguments, description=RecordingArguments.__doc__, allow_abbrev=False)
     # One line instead of the usage text: it has some forty flags, and --help prints them.
     parser.error = lambda message: parser.exit(2, f"error: {message} (--help lists the flags)\n")
+    # First: a misspelt flag would otherwise be reported as one that is missing.
+    _, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"unknown: {' '.join(unknown)}")
     try:
         (args,) = parser.parse_args_into_dataclasses(argv)
         dataset = run(args)
