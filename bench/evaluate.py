@@ -384,6 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     weights = {name: weights_digest(folder) for name, folder in drafter_folders.items()}
     settings = {"target": Path(options.target).resolve().name, **run.settings(), "weights": weights}
     output = Path(options.output)
+    code = provenance()  # before the run: a checkout may move on meanwhile
     records = run.run(items, options.seeds, Journal(output.with_suffix(".journal.jsonl"), settings))
 
     report = {
@@ -393,7 +394,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name in ("num_prompts", "held_out", "num_held_out", "max_turns", "max_new_tokens", "seeds", "device")
         },
         "machine": describe_machine(),
-        **provenance(),
+        **code,
         "summary": summarize(records, pairs),
         "prompts": [public_record(record) for record in records],
     }
