@@ -102,8 +102,25 @@ def _read_path(path: Path) -> Iterator[tuple[str, Any]]:
         from datasets import Dataset
 
         yield from read_rows(Dataset.from_parquet(str(path)))
+    elif path.suffix == ".json":
+        yield from _read_written_prompts(path)
     else:
         yield from _read_json(path)
+
+
+def _read_written_prompts(path: Path) -> Iterator[tuple[str, Any]]:
+    """The prompts of an earlier recording, which the target wrote; or rows in one JSON list."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise RecordingError(
+            f"{path.name}: not JSON ({error.msg} in line {error.lineno}). JSON Lines need the ending `.jsonl`."
+        ) from None
+    rows = content.get("prompts") if isinstance(content, dict) else content
+    if not isinstance(rows, list):
+        raise RecordingError(f"{path.name}: expected a list of rows, or an object with a list `prompts`.")
+    for number, row in enumerate(rows):
+        yield f"{path.name}, row {number}", row
 
 
 def _read_json(path: Path) -> Iterator[tuple[str, Any]]:

@@ -26,6 +26,7 @@ def self_prompts(
     max_prompt_tokens: int = 256,
     batch_size: int = 8,
     openings: Iterable[str] | None = None,
+    keep_unfinished: bool = False,
     chat_template_kwargs: dict | None = None,
 ) -> tuple[list[dict], Counter]:
     """
@@ -54,6 +55,8 @@ def self_prompts(
             Turns written at a time by a transformers model.
         openings (`Iterable[str]`, *optional*):
             Beginnings of user turns, used in turn to steer towards a domain, such as `"Translate to German: "`.
+        keep_unfinished (`bool`, *optional*, defaults to `False`):
+            Keep turns that do not end within `max_prompt_tokens`, cut there: for passages, whose end does not matter.
         chat_template_kwargs (`dict`, *optional*):
             Extra variables of the template.
 
@@ -91,6 +94,8 @@ def self_prompts(
         for draw, ids in zip(draws, written):
             text, reason = _user_turn(template, ids, stops, stop_text, min_prompt_tokens)
             text = (openings[draw % len(openings)] + text).strip()
+            if reason == "unfinished" and keep_unfinished and not template.special_ids.intersection(ids):
+                reason = None
             if reason is None and " ".join(text.lower().split()) in seen:
                 reason = "duplicate"
             counts[reason or "kept"] += 1
