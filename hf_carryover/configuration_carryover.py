@@ -30,6 +30,9 @@ def default_target_layer_ids(num_target_layers: int, num_features: int = 5) -> l
     return sorted({round(first + (last - first) * i / steps) for i in range(num_features)})
 
 
+# What a carried row can be made of, and for each whether the target's states are part of it.
+CARRY_SOURCES = {"states": True, "predictions": False, "proposals": False, "states_and_predictions": True}
+
 # Numbers that must be at least 1 where they are set.
 _SIZES = (
     "block_size",
@@ -71,6 +74,10 @@ class CarryoverConfig(PreTrainedConfig):
             Token whose target embedding fills the mask rows. `None` gives the drafter a learned mask embedding.
         carry (`bool`, *optional*, defaults to `True`):
             Whether rejected rows are handed to the next round. `False` is the plain DFlash or Markov drafter.
+        carry_from (`str`, *optional*, defaults to `"states"`):
+            What a carried row is made of: `"states"`, the target's (arXiv 2609.14717); `"predictions"`, the target's
+            likeliest next token there; `"proposals"`, the rejected token itself; `"states_and_predictions"`, both of
+            the target's. Tokens enter through the target's embedding and one linear map.
         markov_rank (`int`, *optional*, defaults to 0):
             Rank `r` of the Markov head, `logits_k += W2 · W1[y_{k-1}]`. 0 samples every position independently.
         draft_vocab_size (`int`, *optional*):
@@ -129,6 +136,7 @@ class CarryoverConfig(PreTrainedConfig):
     block_size: int = 15
     mask_token_id: int | None = None
     carry: bool = True
+    carry_from: str = "states"
     markov_rank: int = 0
     draft_vocab_size: int | None = None
     draft_sampling: str = "sample"
@@ -157,6 +165,18 @@ class CarryoverConfig(PreTrainedConfig):
     def output_vocab_size(self) -> int:
         """Number of tokens the drafter can propose."""
         return self.draft_vocab_size or self.vocab_size
+
+    @property
+    def carries_states(self) -> bool:
+        """Whether carried rows hold the target's states."""
+        return self.carry and CARRY_SOURCES[self.carry_from]
+
+    @property
+    def carried_token(self) -> str | None:
+        """The token whose embedding a carried row holds: `"prediction"`, `"proposal"`, or `None`."""
+        if not self.carry or self.carry_from == "states":
+            return None
+        return "proposal" if self.carry_from == "proposals" else "prediction"
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
@@ -191,6 +211,8 @@ class CarryoverConfig(PreTrainedConfig):
             )
         if self.draft_sampling not in ("sample", "argmax"):
             raise ValueError(f'`draft_sampling` must be "sample" or "argmax", got {self.draft_sampling!r}.')
+        if self.carry_from not in CARRY_SOURCES:
+            raise ValueError(f"`carry_from` must be one of {', '.join(CARRY_SOURCES)}, got {self.carry_from!r}.")
         unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
         if unknown or len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(

@@ -138,6 +138,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         self.columns = 0  # columns of `input_ids` whose states are committed
         self.cached_columns = 0  # columns of a continued cache that `input_ids` do not repeat
         self.proposals: list[int] = []
+        self.proposed_last: list[int] = []
         self.report = GenerationReport()
         drafter.set_report(self.report)
         self._clock = time.perf_counter()
@@ -164,7 +165,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             `tuple[torch.LongTensor, torch.Tensor | None]`: `input_ids` followed by the proposals, and when the
             target samples the logits of `q`, the distribution each proposal was drawn from, `(1, proposals, vocab)`.
         """
-        self.proposals = []
+        self.proposed_last, self.proposals = self.proposals, []
         model_kwargs = model_kwargs or {}
         self.model_kwargs_overrides = {"output_hidden_states": self.output_hidden_states}
         if is_first_iteration or model_outputs is None:
@@ -255,8 +256,20 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             features = self._start_cache(input_ids, features)
             committed = features.shape[1]
         self.columns = input_ids.shape[1] - 1
-        drafter.commit_window(self.cache, features, committed)
+        embeds = self._carried_embeds(features.shape[1], committed, model_outputs)
+        drafter.commit_window(self.cache, features, committed, embeds)
         return self.cache.carried
+
+    def _carried_embeds(self, rows: int, committed: int, model_outputs) -> torch.Tensor | None:
+        """Target embeddings `(1, rows, target_hidden_size)` of the tokens that rejected rows carry, if they do."""
+        kind = self.drafter.config.carried_token
+        if kind is None or rows == committed:
+            return None
+        if kind == "prediction":
+            tokens = model_outputs.logits[:, -rows:].argmax(dim=-1)
+        else:  # row 0 is the anchor, which is committed always
+            tokens = torch.tensor([[0, *self.proposed_last]], device=self.head.weight.device)[:, :rows]
+        return self.head.embed(tokens, self.drafter.device)
 
     def _start_cache(self, input_ids: torch.LongTensor, features: torch.Tensor) -> torch.Tensor:
         """

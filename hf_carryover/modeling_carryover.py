@@ -177,21 +177,31 @@ class ParallelMemory:
         sequence_index (`torch.LongTensor` of shape `(num_blocks,)`): The sequence of each block.
         carried (`torch.Tensor` of shape `(num_blocks, num_carried, hidden_size)`, *optional*): Fused carried rows.
         carried_rope (`tuple[torch.Tensor, torch.Tensor]`, *optional*): Cosine and sine of their positions.
+        keep (`bool`, *optional*, defaults to `False`):
+            Keep the recorded rows' keys and values for the next call, for evaluation without gradient.
     """
 
-    def __init__(self, context, context_rope, sequence_index, carried=None, carried_rope=None):
+    def __init__(self, context, context_rope, sequence_index, carried=None, carried_rope=None, keep: bool = False):
         self.context, self.context_rope, self.sequence_index = context, context_rope, sequence_index
         self.carried, self.carried_rope = carried, carried_rope
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = {} if keep else None
 
     def keys_and_values(self, attention: "CarryoverAttention", hidden_states: torch.Tensor, rope):
         """Keys and values `(num_blocks, kv_heads, length + num_carried + block rows, head_dim)`."""
         # index_select: its backward is an index_add, much faster than that of advanced indexing.
-        context = attention.project_kv(self.context, self.context_rope)
+        context = self._context(attention)
         parts = [tuple(states.index_select(0, self.sequence_index) for states in context)]
         if self.carried is not None:
             parts.append(attention.project_kv(self.carried, self.carried_rope))
         parts.append(attention.project_kv(hidden_states, rope))
         return torch.cat([k for k, _ in parts], dim=2), torch.cat([v for _, v in parts], dim=2)
+
+    def _context(self, attention: "CarryoverAttention") -> tuple[torch.Tensor, torch.Tensor]:
+        if self.kept is None:
+            return attention.project_kv(self.context, self.context_rope)
+        if attention.layer_idx not in self.kept:
+            self.kept[attention.layer_idx] = attention.project_kv(self.context, self.context_rope)
+        return self.kept[attention.layer_idx]
 
 
 class CarryoverAttention(nn.Module):
@@ -287,6 +297,10 @@ class MarkovProjection(nn.Linear):
     """`W2`."""
 
 
+class CarryProjection(nn.Linear):
+    """Linear map from a carried token's embedding; beside the states it starts at zero, and changes nothing yet."""
+
+
 class MarkovHead(nn.Module):
     """Low-rank bias from the previous token, `W2 · W1[y_{k-1}]` (DSpark, arXiv 2607.05147)."""
 
@@ -320,6 +334,9 @@ class CarryoverPreTrainedModel(PreTrainedModel):
         if isinstance(module, MarkovProjection):
             init.zeros_(module.weight)  # a fresh Markov head changes nothing
             return
+        if isinstance(module, CarryProjection) and self.config.carries_states:
+            init.zeros_(module.weight)
+            return
         super()._init_weights(module)
         if isinstance(module, CarryoverDrafter):
             if module.carry_embedding is not None:
@@ -333,6 +350,9 @@ class CarryoverPreTrainedModel(PreTrainedModel):
 
 # Arguments of `from_pretrained` that say where a checkpoint is.
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+# What a drafter with carry has beyond one without.
+_CARRY_TENSORS = {"carry_embedding", "carry_proj.weight"}
 
 
 def _listing(names: set[str], most: int = 20) -> str:
@@ -375,6 +395,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         self.head_proj = nn.Linear(d, d_target, bias=False) if d != d_target else None
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.carry_embedding = nn.Parameter(torch.zeros(d)) if config.carry else None
+        self.carry_proj = CarryProjection(d_target, d, bias=False) if config.carried_token else None
         self.mask_embedding = nn.Parameter(torch.empty(d_target)) if config.mask_token_id is None else None
         reduced = config.draft_vocab_size is not None
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if reduced else None)
@@ -389,8 +410,9 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         Like the parent, but a checkpoint that does not hold exactly this drafter's tensors is an error: transformers
         would draw the missing ones at random and go on.
 
-        The one exception is the carry embedding. It starts at zero when `carry=True` is asked of a checkpoint that was
-        saved with `carry=False`, and is left out when `carry=False` is asked of one that has it.
+        The one exception is what carry adds, the carry embedding and, if `carry_from` has tokens in it, their map.
+        They start anew when `carry=True` is asked of a checkpoint that was saved with `carry=False`, and are left out
+        when `carry=False` is asked of one that has them.
 
         Raises:
             ValueError: Listing the missing and the unknown tensors.
@@ -400,12 +422,12 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
         )
         missing, unknown = set(info["missing_keys"]), set(info["unexpected_keys"])
-        if "carry_embedding" in missing and pretrained_model_name_or_path is not None:
+        if missing & _CARRY_TENSORS and pretrained_model_name_or_path is not None:
             stored, _ = cls.config_class.get_config_dict(pretrained_model_name_or_path, **hub)
             if stored.get("carry") is False:
-                missing.discard("carry_embedding")
+                missing -= _CARRY_TENSORS
         if not model.config.carry:
-            unknown.discard("carry_embedding")
+            unknown -= _CARRY_TENSORS
         problems = []
         if missing:
             problems.append(f"{len(missing)} of the drafter's tensors are not in it: {_listing(missing)}.")
@@ -475,20 +497,34 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         self.t2d.zero_()
         self.t2d[token_ids] = True
 
-    def fuse(self, features: torch.Tensor, carried: torch.Tensor | None = None) -> torch.Tensor:
+    def fuse(
+        self,
+        features: torch.Tensor,
+        carried: torch.Tensor | None = None,
+        carried_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """
-        `hidden_norm(fc(h))`, and `hidden_norm(fc(h) + e)` where `carried`.
+        `hidden_norm(fc(h))`, and `hidden_norm(fc(h) + e)` where `carried`; there with `carry_from` other than
+        `"states"` plus a map of the token's embedding, and without `fc(h)` if the states are no part of it.
 
         Args:
             features (`torch.Tensor` of shape `(batch, rows, feature_size)`): Concatenated target layer outputs.
             carried (`torch.BoolTensor`, broadcastable to `(batch, rows)`, *optional*): Rejected rows.
+            carried_embeds (`torch.Tensor` of shape `(batch, rows, target_hidden_size)`, *optional*):
+                Target embeddings of the carried tokens; what stands in other rows has no effect.
 
         Returns:
             `torch.Tensor` of shape `(batch, rows, hidden_size)`.
         """
         fused = self.fc(features.to(self.fc.weight.dtype))
         if carried is not None and self.carry_embedding is not None:
-            fused = fused + carried.unsqueeze(-1).to(fused.dtype) * self.carry_embedding.to(fused.dtype)
+            where, added = carried.unsqueeze(-1), self.carry_embedding.to(fused.dtype)
+            if self.carry_proj is not None:
+                if carried_embeds is None:
+                    raise ValueError(f'`carried_embeds` are required: `carry_from` is "{self.config.carry_from}".')
+                added = added + self.carry_proj(carried_embeds.to(self.carry_proj.weight.dtype)).to(fused.dtype)
+            base = fused if self.config.carries_states else fused.masked_fill(where, 0.0)
+            fused = base + where.to(fused.dtype) * added
         return self.hidden_norm(fused)
 
     def block_states(self, anchor_embeds: torch.Tensor, mask_embeds: torch.Tensor | None) -> torch.Tensor:
@@ -502,6 +538,15 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         masks = mask.to(anchor_embeds.dtype).expand(anchor_embeds.shape[0], self.config.block_size, -1)
         block = torch.cat([anchor_embeds.unsqueeze(1), masks], dim=1).to(self.fc.weight.dtype)
         return block if self.embed_proj is None else self.embed_proj(block)
+
+    def remember(self, features: torch.Tensor, keep: bool = True) -> ParallelMemory:
+        """
+        Fused recorded features `(num_sequences, length, feature_size)`, for one or, with `keep`, several calls of
+        `forward` on the same sequences.
+        """
+        context = self.fuse(features)
+        positions = torch.arange(features.shape[1], device=context.device).unsqueeze(0)
+        return ParallelMemory(context, self.rotary_emb(context, positions), None, keep=keep)
 
     def run_layers(self, hidden_states: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], memory, masks: dict):
         """
@@ -541,10 +586,12 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         carried_features: torch.Tensor | None = None,
         carried_positions: torch.LongTensor | None = None,
         carried_mask: torch.BoolTensor | None = None,
+        carried_embeds: torch.Tensor | None = None,
         mask_embeds: torch.Tensor | None = None,
         previous_ids: torch.LongTensor | None = None,
         head_weight: torch.Tensor | None = None,
         head_bias: torch.Tensor | None = None,
+        memory: ParallelMemory | None = None,
         **kwargs,
     ) -> CarryoverDrafterOutput:
         """
@@ -564,6 +611,8 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
                 Target features of rejected rows.
             carried_positions (`torch.LongTensor` of shape `(num_blocks, num_carried)`, *optional*): Theirs.
             carried_mask (`torch.BoolTensor` of shape `(num_blocks, num_carried)`, *optional*): Which exist.
+            carried_embeds (`torch.Tensor` of shape `(num_blocks, num_carried, target_hidden_size)`, *optional*):
+                Target embeddings of the tokens in them; needed when `config.carry_from` is not `"states"`.
             mask_embeds (`torch.Tensor` of shape `(target_hidden_size,)`, *optional*):
                 Target embedding of `config.mask_token_id`.
             previous_ids (`torch.LongTensor` of shape `(num_blocks, block_size)`, *optional*):
@@ -571,11 +620,12 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
             head_weight (`torch.Tensor` of shape `(output_vocab_size, target_hidden_size)`, *optional*):
                 Rows of the target's head. Without it no logits are returned.
             head_bias (`torch.Tensor` of shape `(output_vocab_size,)`, *optional*): Of the target's head.
+            memory ([`ParallelMemory`], *optional*): Of [`CarryoverDrafter.remember`], instead of `features`.
 
         Returns:
             [`CarryoverDrafterOutput`]
         """
-        if anchor_embeds is None or features is None:
+        if anchor_embeds is None or (features is None and memory is None):
             raise ValueError(
                 "A Carryover drafter drafts from target features, not from token ids. Use `import hf_carryover` and "
                 "`model.generate(..., assistant_model=drafter)`, or `CarryoverTrainer` to train it."
@@ -583,14 +633,14 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         block = self.block_states(anchor_embeds, mask_embeds)
         offsets = torch.arange(block.shape[1], device=block.device)
         query_positions = anchor_positions.unsqueeze(1) + offsets
-        context_positions = torch.arange(features.shape[1], device=block.device).unsqueeze(0)
-        context = self.fuse(features)
-        memory = ParallelMemory(context, self.rotary_emb(context, context_positions), sequence_index)
-
+        if memory is None:
+            memory = self.remember(features, keep=False)
+        memory.sequence_index, memory.carried = sequence_index, None
+        context_positions = torch.arange(memory.context.shape[1], device=block.device).unsqueeze(0)
         key_positions = [context_positions.expand(block.shape[0], -1)]
         visible = [context_positions < anchor_positions.unsqueeze(1)]
         if carried_features is not None:
-            memory.carried = self.fuse(carried_features, torch.ones_like(carried_mask))
+            memory.carried = self.fuse(carried_features, torch.ones_like(carried_mask), carried_embeds)
             memory.carried_rope = self.rotary_emb(memory.carried, carried_positions)
             key_positions.append(carried_positions)
             visible.append(carried_mask)
@@ -616,7 +666,13 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         return logits.view(*hidden_states.shape[:-1], -1)
 
     @torch.no_grad()
-    def commit_window(self, cache: CarryoverCache, features: torch.Tensor, num_committed: int) -> None:
+    def commit_window(
+        self,
+        cache: CarryoverCache,
+        features: torch.Tensor,
+        num_committed: int,
+        carried_embeds: torch.Tensor | None = None,
+    ) -> None:
         """
         Steps 3 and 4 of a round: fuse the verified window once. Its keys are written together with the next block's.
 
@@ -625,12 +681,15 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
             features (`torch.Tensor` of shape `(1, rows, feature_size)`):
                 Target features of all verified rows, accepted and rejected, from position `cache.committed` on.
             num_committed (`int`): Leading rows that are committed. The others are carried if `config.carry`.
+            carried_embeds (`torch.Tensor` of shape `(1, rows, target_hidden_size)`, *optional*):
+                Target embeddings of the tokens in the carried rows, if `config.carry_from` has tokens.
         """
         if not self.config.carry:
             features = features[:, :num_committed]
         rows = features.shape[1]
         offsets = torch.arange(rows, device=self.device)
-        states = self.fuse(features, (offsets >= num_committed).unsqueeze(0) if rows > num_committed else None)
+        carried = (offsets >= num_committed).unsqueeze(0) if rows > num_committed else None
+        states = self.fuse(features, carried, carried_embeds)
         if cache.window is not None:  # nothing was drafted since the last window: it is written alone
             self._write_window(cache, states[:, :0])
         cache.open_window(states, num_committed, room=self.config.block_size + 1)

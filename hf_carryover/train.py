@@ -68,6 +68,7 @@ class DrafterArguments:
     held_out: int = field(default=100, metadata={"help": "Recordings kept for evaluation; 0 for none."})
     drafter: str | None = field(default=None, metadata={"help": "Drafter checkpoint to go on from."})
     carry: bool | None = field(default=None, metadata={"help": "Whether the trained drafter carries rejected rows."})
+    carry_from: str | None = field(default=None, metadata={"help": "What a carried row is made of."})
     num_hidden_layers: int | None = field(default=None, metadata={"help": "Layers of a new drafter."})
     block_size: int | None = field(default=None, metadata={"help": "Proposals per round of a new drafter."})
     markov_rank: int | None = field(
@@ -127,13 +128,16 @@ def _flags(path: Path) -> list[str]:
 def build_drafter(arguments: DrafterArguments, target, recordings) -> CarryoverDrafter:
     """The checkpoint `arguments.drafter` in float32, or a new drafter for `target`."""
     if arguments.drafter is not None:
-        kwargs = {} if arguments.carry is None else {"carry": arguments.carry}
+        chosen = {"carry": arguments.carry, "carry_from": arguments.carry_from}
+        kwargs = {name: value for name, value in chosen.items() if value is not None}
         return _load("drafter", arguments.drafter, CarryoverDrafter, dtype=torch.float32, **kwargs)
     names = [name for name in SHAPE_FLAGS if name != "draft_vocab_size"]
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     token_ids = None
     if arguments.draft_vocab_size is not None:
         token_ids = frequent_tokens(recordings, arguments.draft_vocab_size, target.config.get_text_config().vocab_size)
+    if arguments.carry_from is not None:
+        given["carry_from"] = arguments.carry_from
     return drafter_from_target(target, draft_token_ids=token_ids, carry=bool(arguments.carry), **given)
 
 

@@ -73,7 +73,9 @@ def test_verify_equals_plain_passes(name, attention):
             accepted[row] = available
             tokens[row, :available] = ids[s, a + 1 : a + 1 + available]
         wanted = torch.arange(1, 4) > accepted.unsqueeze(1)
-        features = frozen.verify(recorded, Branches(tokens, sequence, anchors, accepted, wanted))
+        features, predictions = frozen.verify(
+            recorded, Branches(tokens, sequence, anchors, accepted, wanted), predict=True
+        )
         for row in range(4):
             s, a = int(sequence[row]), int(anchors[row])
             text = torch.cat([ids[s, : a + 1], tokens[row]]).unsqueeze(0)
@@ -82,6 +84,9 @@ def test_verify_equals_plain_passes(name, attention):
             plain = torch.cat([states[1], states[3]], dim=-1)[0, a + 1 :]
             assert torch.allclose(features[row][wanted[row]], plain[wanted[row]], atol=2e-4, rtol=1e-4)
             assert not features[row][~wanted[row]].any()
+            with torch.no_grad():
+                said = target(text, use_cache=False).logits[0, a + 1 :].argmax(dim=-1)
+            assert torch.equal(predictions[row][wanted[row]], said[wanted[row]])
         assert recorded.cache.get_seq_length() == ids.shape[1]
         assert torch.equal(recorded.cache.layers[0].keys, keys)
     finally:
@@ -96,7 +101,8 @@ def test_no_wanted_row_runs_nothing(monkeypatch):
         torch.zeros((1, 2), dtype=torch.long), torch.tensor([0]), torch.tensor([3]), torch.tensor([2]),
         torch.zeros((1, 2), dtype=torch.bool),
     )  # fmt: skip
-    assert frozen.verify(recorded, none).shape == (1, 2, 32)
+    features, predictions = frozen.verify(recorded, none)
+    assert features.shape == (1, 2, 32) and predictions is None
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma4"])

@@ -33,6 +33,11 @@ class CarryoverTrainingArguments(TrainingArguments):
         alpha_ce (`float`, *optional*, defaults to 1.0): Weight of the cross entropy to the recorded tokens.
         alpha_tv (`float`, *optional*, defaults to 0.0):
             Weight of the total variation distance to the target's distribution (DSpark: 0.1 CE and 0.9 TV).
+        alpha_kl (`float`, *optional*, defaults to 0.0):
+            Weight of the cross entropy to the target's distribution (its gradient is that of the Kullback-Leibler
+            divergence): soft labels, less noisy than the recorded tokens.
+        muon (`bool`, *optional*, defaults to `False`):
+            Use Muon for the matrices inside the layers, and AdamW for everything else, at the same learning rate.
         fc_learning_rate_scale (`float`, *optional*, defaults to 1.0):
             Factor on the learning rate of `fc.weight`. Its inputs are raw target states, whose size is the target's:
             where they are far above 1 (SmolLM2: 1 to 30 beside outliers of hundreds) an Adam step of the common rate
@@ -46,7 +51,7 @@ class CarryoverTrainingArguments(TrainingArguments):
 
         feature_cache_dir (`str`, *optional*):
             Folder for the target's features, computed once and read back. `None` computes them on line. Verification
-            needs the target's keys and `alpha_tv` its logits, so with carried rows or `alpha_tv` it has no effect.
+            needs the target's keys, `alpha_tv` and `alpha_kl` its logits: with any of them it has no effect.
 
     Mixed precision (`bf16`, `fp16`) runs the drafter under autocast; its own weights are float32 in any case.
 
@@ -64,6 +69,10 @@ class CarryoverTrainingArguments(TrainingArguments):
     gamma: float | None = field(default=None, metadata={"help": "Decay of the position weights exp(-(k-1)/gamma)."})
     alpha_ce: float = field(default=1.0, metadata={"help": "Weight of the cross entropy to recorded tokens."})
     alpha_tv: float = field(default=0.0, metadata={"help": "Weight of the total variation to the target."})
+    alpha_kl: float = field(
+        default=0.0, metadata={"help": "Weight of the cross entropy to the target's distribution."}
+    )
+    muon: bool = field(default=False, metadata={"help": "Muon for the layers' matrices instead of AdamW."})
     fc_learning_rate_scale: float = field(default=1.0, metadata={"help": "Factor on the learning rate of fc.weight."})
     draft_temperature: float = field(default=0.0, metadata={"help": "Temperature of the first draft; 0 is greedy."})
     feature_cache_dir: str | None = field(default=None, metadata={"help": "Folder for cached target features."})
@@ -82,9 +91,11 @@ class CarryoverTrainingArguments(TrainingArguments):
             raise ValueError(f"`gamma` must be positive, got {self.gamma}.")
         if self.fc_learning_rate_scale <= 0:
             raise ValueError(f"`fc_learning_rate_scale` must be positive, got {self.fc_learning_rate_scale}.")
-        if self.alpha_ce < 0 or self.alpha_tv < 0 or self.alpha_ce + self.alpha_tv == 0:
+        alphas = (self.alpha_ce, self.alpha_tv, self.alpha_kl)
+        if min(alphas) < 0 or sum(alphas) == 0:
             raise ValueError(
-                f"`alpha_ce` and `alpha_tv` must not be negative nor both 0, got {self.alpha_ce} and {self.alpha_tv}."
+                "`alpha_ce`, `alpha_tv` and `alpha_kl` must not be negative nor all 0, got "
+                f"{self.alpha_ce}, {self.alpha_tv} and {self.alpha_kl}."
             )
         if self.draft_temperature < 0:
             raise ValueError(f"`draft_temperature` must not be negative, got {self.draft_temperature}.")
@@ -129,6 +140,7 @@ class CarryoverTrainingArguments(TrainingArguments):
         needs_target = [
             ("carried rows", self.stage == "carryover" and config.carry),
             ("`alpha_tv`", self.alpha_tv > 0),
+            ("`alpha_kl`", self.alpha_kl > 0),
         ]
         reasons = [name for name, needed in needs_target if needed]
         if self.feature_cache_dir is not None and reasons:
@@ -136,6 +148,11 @@ class CarryoverTrainingArguments(TrainingArguments):
                 "`feature_cache_dir` has no effect: %s need(s) a pass of the target over every batch anyway.",
                 " and ".join(reasons),
             )
+
+    @property
+    def soft_labels(self) -> bool:
+        """Whether the loss needs the target's distribution."""
+        return self.alpha_tv > 0 or self.alpha_kl > 0
 
     def position_gamma(self, block_size: int) -> float:
         """`gamma`, or its default for a block of `block_size` proposals."""

@@ -14,25 +14,30 @@ def block_loss(
     target_probs: torch.Tensor | None = None,
     alpha_ce: float = 1.0,
     alpha_tv: float = 0.0,
+    alpha_kl: float = 0.0,
 ) -> torch.Tensor:
     """
-    `α_ce · CE(q, x) + α_tv · TV(p, q)` of every label, times its weight.
+    `α_ce · CE(q, x) + α_tv · TV(p, q) + α_kl · CE(q, p)` of every label, times its weight.
 
     Args:
         logits (`torch.Tensor` of shape `(num_anchors, block_size, draft_vocab)`): Draft logits.
         labels (`torch.LongTensor` of shape `(num_anchors, block_size)`): Recorded tokens as draft ids.
         weights (`torch.Tensor` of shape `(num_anchors, block_size)`): `w_k`, and 0 where no label exists.
         target_probs (`torch.Tensor` of shape `(num_anchors, block_size, draft_vocab)`, *optional*):
-            The target's probabilities of the draft tokens; needed with `alpha_tv`. What they lack to 1 is outside
-            the draft vocabulary, where `q` is 0.
+            The target's probabilities of the draft tokens; needed with `alpha_tv` or `alpha_kl`. What they lack to 1
+            is outside the draft vocabulary, where `q` is 0.
 
     Returns:
         `torch.Tensor` of shape `(num_anchors, block_size)`: weighted losses in nats, not yet summed.
     """
     scores = logits.float().flatten(0, 1)
     loss = alpha_ce * F.cross_entropy(scores, labels.flatten(), reduction="none")
+    p = None if target_probs is None else target_probs.float().flatten(0, 1)
+    if alpha_kl:
+        # -Σ p log q, without a second tensor of the size of the logits.
+        loss = loss + alpha_kl * (p.sum(dim=-1) * scores.logsumexp(dim=-1) - (p * scores).sum(dim=-1))
     if alpha_tv:
-        p, q = target_probs.float().flatten(0, 1), scores.softmax(dim=-1)
+        q = scores.softmax(dim=-1)
         outside = (1.0 - p.sum(dim=-1)).clamp(min=0.0)
         loss = loss + alpha_tv * 0.5 * ((p - q).abs().sum(dim=-1) + outside)
     # where, not a product: an ignored row may hold infinities.

@@ -33,6 +33,7 @@ from .anchors import (
 from .arguments import CarryoverTrainingArguments
 from .data import RecordingCollator, prepare_recordings
 from .losses import acceptance_counts, acceptance_metrics, block_loss
+from .optimizers import MuonAdamW, split_for_muon
 from .verification import Branches, FrozenTarget, RecordedPass
 
 
@@ -169,6 +170,15 @@ class CarryoverTrainer(Trainer):
             group["params"] = [p for p in group["params"] if p is not weight]
             own = {**group, "params": [weight], "lr": group["lr"] * scale, "is_fc": True}
             optimizer.add_param_group(own)
+        if self.args.muon and not isinstance(optimizer, MuonAdamW):
+            args = self.args
+            optimizer = self.optimizer = MuonAdamW(
+                *split_for_muon(self.drafter, optimizer.param_groups),
+                lr=args.learning_rate,
+                betas=(args.adam_beta1, args.adam_beta2),
+                eps=args.adam_epsilon,
+                weight_decay=args.weight_decay,
+            )
         return optimizer
 
     # Anchors and normalisation
@@ -239,7 +249,7 @@ class CarryoverTrainer(Trainer):
             batch["input_ids"],
             batch["attention_mask"],
             keep_cache=carry and self.drafter.config.carry,
-            keep_logits=self.args.alpha_tv > 0,
+            keep_logits=self.args.soft_labels,
         )
         healthy = self._drop_non_finite(recorded, batch["attention_mask"])
         sequence_index, positions, draws = batch["sequence_index"], batch["anchor_positions"], batch.get("draws")
@@ -258,9 +268,10 @@ class CarryoverTrainer(Trainer):
         previous = torch.cat([anchors.unsqueeze(1), tokens[:, :-1]], dim=1)
         outputs = self._draft(model, recorded.features, anchors, blocks, previous)
         target_probs = None
-        if self.args.alpha_tv:
+        if self.args.soft_labels:
             target_probs = self._target_probs(recorded.logits, blocks)
-        losses = block_loss(outputs.logits, labels, weights, target_probs, self.args.alpha_ce, self.args.alpha_tv)
+        alphas = (self.args.alpha_ce, self.args.alpha_tv, self.args.alpha_kl)
+        losses = block_loss(outputs.logits, labels, weights, target_probs, *alphas)
         if self.drafter.training:
             self._count(losses, weights, blocks)
         return losses, {
@@ -326,7 +337,8 @@ class CarryoverTrainer(Trainer):
             accepted=shifted.first_accepted,
             verify=rejected,
         )
-        features = self.target.verify(recorded, branches)
+        token = self.drafter.config.carried_token
+        features, predictions = self.target.verify(recorded, branches, predict=token == "prediction")
         finite = torch.isfinite(features).flatten(1).all(dim=1)
         if not bool(finite.all()):
             bad = int((~finite).sum())
@@ -339,6 +351,9 @@ class CarryoverTrainer(Trainer):
             "carried_positions": anchor_positions.unsqueeze(1) + rows,
             "carried_mask": rejected & finite.unsqueeze(1),
         }
+        if token is not None:
+            tokens = proposals if predictions is None else predictions
+            shifted.carried["carried_embeds"] = self.head.embed(tokens, features.device)
 
     @torch.no_grad()
     def roll_out(

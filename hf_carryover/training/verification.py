@@ -132,22 +132,27 @@ class FrozenTarget:
         return RecordedPass(features, cache, outputs.logits.to(input_ids.device) if keep_logits else None)
 
     @torch.no_grad()
-    def verify(self, recorded: RecordedPass, branches: Branches) -> torch.Tensor:
+    def verify(
+        self, recorded: RecordedPass, branches: Branches, predict: bool = False
+    ) -> tuple[torch.Tensor, torch.LongTensor | None]:
         """
         Features of the wanted branch rows, every anchor an independent branch on top of its recorded sequence.
 
         Args:
             recorded ([`RecordedPass`]): With its cache, which is left as it was.
             branches ([`Branches`]): The rows.
+            predict (`bool`, *optional*, defaults to `False`): Whether the target's predictions are wanted too.
 
         Returns:
-            `torch.Tensor` of shape `(num_anchors, block_size, feature_size)`, 0 in rows that were not wanted.
+            `tuple[torch.Tensor, torch.LongTensor]`: features `(num_anchors, block_size, feature_size)`, 0 in rows that
+            were not wanted; and the target's likeliest next tokens `(num_anchors, block_size)`, or `None`.
         """
         num_sequences, length = recorded.features.shape[:2]
         anchor, row = branches.verify.nonzero(as_tuple=True)
         result = recorded.features.new_zeros((*branches.verify.shape, recorded.features.shape[-1]))
+        predictions = torch.zeros_like(branches.tokens) if predict else None
         if anchor.numel() == 0:
-            return result
+            return result, predictions
         sequence = branches.sequence_index[anchor]
         counts = torch.bincount(sequence, minlength=num_sequences)
         width = int(counts.max())
@@ -165,8 +170,10 @@ class FrozenTarget:
         masks = branch_masks(owner, order, positions, first, length, self._window())
         dtype = self.decoder.dtype
         masks = {name: additive_mask(mask, dtype) for name, mask in masks.items()}
+        # Only the whole model has the head and what it does to the logits; without predictions it is left out.
+        run = self.model if predict else self.decoder
         with self._evaluating():
-            outputs = self.decoder(
+            outputs = run(
                 input_ids=packed(branches.tokens[anchor, row], 0),
                 attention_mask=self._layer_masks(masks),
                 position_ids=positions,
@@ -177,7 +184,9 @@ class FrozenTarget:
         recorded.cache.crop(-width)
         features = gather_features(outputs.hidden_states, self.layer_ids, sequence.device)
         result[anchor, row] = features[sequence, slot]
-        return result
+        if predict:
+            predictions[anchor, row] = outputs.logits.argmax(dim=-1).to(sequence.device)[sequence, slot]
+        return result, predictions
 
     def _window(self) -> int | None:
         layer_types = getattr(self.config, "layer_types", None)

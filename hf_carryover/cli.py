@@ -1,0 +1,44 @@
+# Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
+"""The command `hf-carryover`: one subcommand for each job, loaded only when it is asked for."""
+
+import importlib
+import sys
+
+from . import __version__
+
+
+# Subcommand, module with its `main(argv)`, and what it does.
+COMMANDS = {
+    "record": ("hf_carryover.training.recording", "record a target's responses, which drafters are trained on"),
+    "train": ("hf_carryover.train", "train a drafter on recordings"),
+    "replay": ("hf_carryover.evaluation.replay_command", "measure acceptance along recorded responses"),
+    "testbed": ("hf_carryover.testbed.command", "measure carry on a language with a dial"),
+    "demo": ("hf_carryover.demo", "compare plain and assisted decoding on the demo target"),
+}
+
+
+def usage() -> str:
+    """What is printed without a subcommand."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(["usage: hf-carryover COMMAND [--help | flags]", "", *lines])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a subcommand; returns its exit code, 2 for an unknown one."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(__version__)
+        return 0
+    if argv[0] not in COMMANDS:
+        print(f"error: unknown command {argv[0]!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    sys.argv[0] = f"hf-carryover {argv[0]}"  # what the subcommand's --help calls itself
+    return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+# Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
+"""
+Acceptance along recorded responses: the rounds that assisted generation would take, without generating.
+
+A lossless drafter does not change what the target says, so its rounds can be replayed on a response that is known.
+
+- Greedy: proposals are compared with the recorded tokens. That is what the verifier does.
+- Sampled: given that token `x` was committed, its proposal was accepted with probability `min(1, q(x) / p(x))`, since
+  accepting commits `x` with probability `min(p(x), q(x))` and the target says it with probability `p(x)`. After a
+  rejection the rejected token is distributed as `max(q - p, 0)`, whatever was committed instead.
+
+A response is taken to have ended by itself: where `generate` stops at a length limit it proposes less in front of it.
+
+So every system is measured on the very same responses, many at a time, and rejected rows are verified by the target
+itself. Neither times nor outputs come out of it: those need `generate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..modeling_carryover import CarryoverDrafter
+from ..target import TargetHead, check_fit
+from ..training.anchors import block_labels, response_runs
+from ..training.data import RecordingCollator, prepare_recordings
+from ..training.loading import load_recordings
+from ..training.verification import Branches, FrozenTarget
+
+
+@dataclass
+class ReplayedResponse:
+    """
+    The rounds of one recording.
+
+    Args:
+        id (`str`): Of the recording.
+        accepted, committed, carried (`list[int]`): Accepted proposals, committed tokens and carried rows per round.
+    """
+
+    id: str
+    accepted: list[int] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
+    carried: list[int] = field(default_factory=list)
+
+    @property
+    def rounds(self) -> int:
+        """Verification rounds."""
+        return len(self.accepted)
+
+
+@dataclass
+class _Streams:
+    """Where each running response stands; one stream per response, in increasing order."""
+
+    sequence: torch.LongTensor
+    anchor: torch.LongTensor
+    carried: dict
+
+
+class Replay:
+    """
+    Replays recordings with one drafter.
+
+    Args:
+        drafter ([`CarryoverDrafter`]): The drafter, in the dtype it is to be measured in.
+        target (`PreTrainedModel`): Its target.
+        temperature (`float`, *optional*, defaults to 0.0):
+            Of the recordings: 0 for greedy responses, else the temperature they were sampled at (with no top-k or
+            top-p).
+        seed (`int`, *optional*, defaults to 0): Of the draws, with a temperature.
+
+    Raises:
+        ValueError: If drafter and target do not fit, or the temperature is negative.
+    """
+
+    def __init__(self, drafter: CarryoverDrafter, target: nn.Module, temperature: float = 0.0, seed: int = 0):
+        if temperature < 0:
+            raise ValueError(f"`temperature` must be 0 (greedy) or positive, got {temperature}.")
+        check_fit(drafter, target)
+        self.drafter, self.temperature, self.seed = drafter.eval(), temperature, seed
+        self.target = FrozenTarget(target, drafter.config.target_layer_ids)
+        if drafter.config.carry:
+            self.target.check_branches()
+        self.head = TargetHead(self.target.model, drafter)
+        self.generator = torch.Generator(device=drafter.device)
+
+    @torch.no_grad()
+    def __call__(self, recordings, batch_size: int = 16) -> list[ReplayedResponse]:
+        """
+        Args:
+            recordings (`str` or `datasets.Dataset`): Recordings in any form [`load_recordings`] reads.
+            batch_size (`int`, *optional*, defaults to 16): Recordings at a time.
+
+        Returns:
+            `list[ReplayedResponse]`: in the order of the recordings; those without a round are left out.
+        """
+        vocab_size = self.drafter.config.vocab_size
+        dataset = load_recordings(recordings, vocab_size=vocab_size)
+        dataset = dataset.select([i for i, mask in enumerate(dataset["response_mask"]) if any(mask[1:])])
+        names, prepared = dataset["id"], prepare_recordings(dataset, vocab_size)
+        results: dict[int, ReplayedResponse] = {}
+        # Of similar length, so that little is padded and the streams of a group end together.
+        order = sorted(range(len(prepared)), key=lambda i: -len(prepared[i]["input_ids"]))
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            group = [prepared[i] for i in chosen]
+            for i, rounds in zip(chosen, self._group(group, [names[i] for i in chosen])):
+                results[i] = rounds
+        return [results[i] for i in sorted(results) if results[i].rounds]
+
+    def _group(self, examples: list[dict], names: list[str]) -> list[ReplayedResponse]:
+        """All rounds of a group of recordings, every running response one round at a time."""
+        device = self.drafter.device
+        batch = {name: value.to(device) for name, value in RecordingCollator()(examples).items()}
+        self.generator.manual_seed(self.seed * 1_000_003 + int(batch["example_index"][0]))
+        recorded = self.target.record(
+            batch["input_ids"],
+            batch["attention_mask"],
+            keep_cache=self.drafter.config.carry,
+            keep_logits=self.temperature > 0,
+        )
+        memory = self.drafter.remember(recorded.features)
+        runs = response_runs(batch["response_mask"])
+        results = [ReplayedResponse(name) for name in names]
+        streams = self._next(batch, runs, torch.arange(len(examples), device=device), None, {})
+        while streams is not None:
+            proposals, accepted = self._round(batch, memory, recorded.logits, streams)
+            left = runs[streams.sequence, streams.anchor]
+            committed = torch.minimum(accepted + 1, left)
+            held = streams.carried["carried_mask"].sum(dim=1).tolist() if streams.carried else [0] * len(left)
+            rows = zip(streams.sequence.tolist(), accepted.tolist(), committed.tolist(), held, left.tolist())
+            for sequence, m, count, carried, most in rows:
+                results[sequence].accepted.append(min(m, most))
+                results[sequence].committed.append(count)
+                results[sequence].carried.append(carried)
+            goes_on = left > accepted + 1
+            carried = self._carry(recorded, streams, proposals, accepted, goes_on)
+            streams = self._next(batch, runs, streams.sequence, streams.anchor + committed, carried, goes_on)
+        return results
+
+    def _next(self, batch, runs, sequence, anchor, carried: dict, goes_on=None) -> _Streams | None:
+        """
+        The streams' next anchors. A response, or a later turn of it, starts at its own first token, as after a
+        prefill, with nothing carried.
+        """
+        if anchor is None:
+            anchor, goes_on = sequence.new_zeros(len(sequence)), torch.zeros_like(sequence, dtype=torch.bool)
+        index = torch.arange(runs.shape[1], device=runs.device)
+        # First tokens of turns that have a token behind them.
+        mask = batch["response_mask"].bool()
+        first = mask & ~torch.cat([torch.zeros_like(mask[:, :1]), mask[:, :-1]], dim=1) & (runs > 0)
+        ahead = first[sequence] & (index >= anchor.unsqueeze(1))
+        start = torch.where(ahead, index, runs.shape[1]).min(dim=1).values
+        anchor = torch.where(goes_on, anchor, start)
+        running = anchor < runs.shape[1]
+        if not running.any():
+            return None
+        kept = {name: value[running] for name, value in carried.items()}
+        if kept:
+            kept["carried_mask"] = kept["carried_mask"] & goes_on[running].unsqueeze(1)
+        return _Streams(sequence[running], anchor[running], kept)
+
+    def _round(self, batch, memory, target_logits, streams: _Streams) -> tuple[torch.LongTensor, torch.LongTensor]:
+        """Draft and judge: proposals `(num_streams, block_size)` and how many are accepted, `(num_streams,)`."""
+        drafter, head = self.drafter, self.head
+        anchors = batch["input_ids"][streams.sequence, streams.anchor]
+        output = drafter(
+            anchor_embeds=head.embed(anchors, drafter.device),
+            anchor_positions=streams.anchor,
+            sequence_index=streams.sequence,
+            mask_embeds=head.mask_embeds,
+            head_weight=head.weight,
+            head_bias=head.bias,
+            memory=memory,
+            **streams.carried,
+        )
+        tokens, exist = block_labels(
+            batch["input_ids"], batch["response_mask"], streams.sequence, streams.anchor, drafter.config.block_size
+        )
+        accepted = torch.zeros_like(anchors)
+        alive = torch.ones_like(anchors, dtype=torch.bool)
+        previous, proposals = anchors, []
+        for k in range(tokens.shape[1]):
+            scores = output.logits[:, k].float()
+            if drafter.markov_head is not None:
+                scores = scores + drafter.markov_head(previous).float()
+            if self.temperature:
+                at = (streams.anchor + k).clamp(max=target_logits.shape[1] - 1)
+                p = (target_logits[streams.sequence, at].float() / self.temperature).softmax(dim=-1)
+                judged = alive & exist[:, k]
+                previous, passed = self._draw((scores / self.temperature).softmax(dim=-1), p, tokens[:, k], judged)
+            else:
+                previous = scores.argmax(dim=-1)
+                previous = previous if head.token_ids is None else head.token_ids[previous]
+                passed = (previous == tokens[:, k]) & exist[:, k]
+            alive = alive & passed
+            accepted += alive
+            proposals.append(previous)
+        return torch.stack(proposals, dim=1), accepted
+
+    def _draw(self, q: torch.Tensor, p: torch.Tensor, committed: torch.LongTensor, judged: torch.BoolTensor):
+        """
+        One proposal per stream given what the target committed, and whether it was accepted.
+
+        Args:
+            q (`torch.Tensor` of shape `(num_streams, output_vocab_size)`): Draft distribution.
+            p (`torch.Tensor` of shape `(num_streams, vocab_size)`): The target's.
+            committed (`torch.LongTensor` of shape `(num_streams,)`): Recorded tokens.
+            judged (`torch.BoolTensor` of shape `(num_streams,)`): Whether all proposals before were accepted.
+        """
+        token_ids = self.head.token_ids
+        share = p.gather(1, committed.unsqueeze(1)).squeeze(1)
+        if token_ids is None:
+            mine, within = q.gather(1, committed.unsqueeze(1)).squeeze(1), p
+        else:
+            slot = torch.searchsorted(token_ids, committed).clamp(max=len(token_ids) - 1)
+            mine = q.gather(1, slot.unsqueeze(1)).squeeze(1) * (token_ids[slot] == committed)
+            within = p[:, token_ids]
+        uniform = torch.rand(share.shape, generator=self.generator, device=q.device)
+        passed = judged & (uniform * share < mine)
+        left_over = (q - within).clamp(min=0)
+        # Where q is nowhere above p (equal up to rounding) a rejection has probability 0.
+        rejected = judged & ~passed & (left_over.sum(dim=1) > 0)
+        drawn = torch.multinomial(torch.where(rejected.unsqueeze(1), left_over, q), 1, generator=self.generator)
+        drawn = drawn.squeeze(1) if token_ids is None else token_ids[drawn.squeeze(1)]
+        return torch.where(passed, committed, drawn), passed
+
+    def _carry(self, recorded, streams: _Streams, proposals, accepted, goes_on) -> dict:
+        """The rejected rows of the streams that go on, verified by the target."""
+        if not self.drafter.config.carry:
+            return {}
+        rows = torch.arange(1, proposals.shape[1] + 1, device=proposals.device)
+        rejected = (rows > accepted.unsqueeze(1)) & goes_on.unsqueeze(1)
+        token = self.drafter.config.carried_token
+        branches = Branches(proposals, streams.sequence, streams.anchor, accepted, rejected)
+        features, predictions = self.target.verify(recorded, branches, predict=token == "prediction")
+        carried = {
+            "carried_features": features,
+            "carried_positions": streams.anchor.unsqueeze(1) + rows,
+            "carried_mask": rejected,
+        }
+        if token is not None:
+            carried["carried_embeds"] = self.head.embed(
+                proposals if predictions is None else predictions, self.drafter.device
+            )
+        return carried
+
+
+def acceptance_length(responses: list[ReplayedResponse]) -> float:
+    """`τ`: committed tokens per round, micro-averaged; NaN without a round."""
+    rounds = sum(response.rounds for response in responses)
+    return sum(sum(response.committed) for response in responses) / rounds if rounds else float("nan")
+
+
+__all__ = ["Replay", "ReplayedResponse", "acceptance_length"]
