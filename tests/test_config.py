@@ -44,6 +44,7 @@ EVERYTHING = {
     "markov_rank": 4,
     "draft_vocab_size": 32,
     "draft_sampling": "argmax",
+    "carry_from": "predictions",
 }
 
 

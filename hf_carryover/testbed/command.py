@@ -30,7 +30,7 @@ RESAMPLES = 10_000
 CONTROL = "control"
 
 
-@dataclass
+@dataclass(frozen=True)
 class TestbedArguments(Sizes):
     """Measure the gain of carry on the language with a dial. Each stage's length is in steps."""
 
@@ -142,7 +142,7 @@ def run(args: TestbedArguments) -> dict:
     """All seeds that the output does not hold yet."""
     settings = {**asdict(args.sizes()), "carry_from": args.carry_from, "texts": args.texts}
     path = Path(args.output)
-    report = {"settings": settings, "rhos": args.rhos, "runs": {}}
+    report: dict = {"settings": settings, "rhos": args.rhos, "runs": {}}
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
         if (before["settings"], before["rhos"]) != (settings, args.rhos):

@@ -53,6 +53,13 @@ class CarryoverTrainingArguments(TrainingArguments):
             Folder for the target's features, computed once and read back. `None` computes them on line. Verification
             needs the target's keys, `alpha_tv` and `alpha_kl` its logits: with any of them it has no effect.
 
+        carry_cache_dir (`str`, *optional*):
+            Folder for verified first drafts. With it the first draft is always that of the drafter the run starts
+            from (without carry), at anchors that depend on the seed and the recording alone: computed once, and shared
+            by all runs from that drafter with the same `seed` and `anchors_per_response`; `data_seed` orders the
+            recordings. Together with `feature_cache_dir` a carryover step then costs hardly more than a baseline step.
+            Size: about `block_size * feature_size * 2` bytes per anchor.
+
     Mixed precision (`bf16`, `fp16`) runs the drafter under autocast; its own weights are float32 in any case.
 
     Raises:
@@ -75,6 +82,7 @@ class CarryoverTrainingArguments(TrainingArguments):
     muon: bool = field(default=False, metadata={"help": "Muon for the layers' matrices instead of AdamW."})
     fc_learning_rate_scale: float = field(default=1.0, metadata={"help": "Factor on the learning rate of fc.weight."})
     draft_temperature: float = field(default=0.0, metadata={"help": "Temperature of the first draft; 0 is greedy."})
+    carry_cache_dir: str | None = field(default=None, metadata={"help": "Folder for verified first drafts."})
     feature_cache_dir: str | None = field(default=None, metadata={"help": "Folder for cached target features."})
 
     learning_rate: float = field(default=6e-4, metadata={"help": "Peak learning rate of AdamW."})
@@ -104,6 +112,8 @@ class CarryoverTrainingArguments(TrainingArguments):
                 f'`draft_temperature` {self.draft_temperature} is of the first draft, which `stage="baseline"` does '
                 'not have. Leave it at 0, or use `stage="carryover"`.'
             )
+        if self.carry_cache_dir is not None and self.stage == "baseline":
+            raise ValueError('`carry_cache_dir` keeps first drafts, which only `stage="carryover"` has. Leave it out.')
         if self.label_smoothing_factor:
             raise ValueError(
                 f"`label_smoothing_factor` is not supported, got {self.label_smoothing_factor}. `alpha_tv` learns "
@@ -138,7 +148,7 @@ class CarryoverTrainingArguments(TrainingArguments):
                 '`carry=False`, or use `stage="carryover"`.'
             )
         needs_target = [
-            ("carried rows", self.stage == "carryover" and config.carry),
+            ("carried rows", self.stage == "carryover" and config.carry and self.carry_cache_dir is None),
             ("`alpha_tv`", self.alpha_tv > 0),
             ("`alpha_kl`", self.alpha_kl > 0),
         ]

@@ -9,6 +9,7 @@ the loss is that of the second draft, which reads the rejected rows of its own b
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from .anchors import (
     to_draft_labels,
 )
 from .arguments import CarryoverTrainingArguments
+from .bank import DraftBank, FirstDrafts, fingerprint
 from .data import RecordingCollator, prepare_recordings
 from .losses import acceptance_counts, acceptance_metrics, block_loss
 from .optimizers import MuonAdamW, split_for_muon
@@ -110,6 +112,14 @@ class CarryoverTrainer(Trainer):
         self.head.weight = self.head.weight.detach()
         self.head.bias = None if self.head.bias is None else self.head.bias.detach()
         self.weights = position_weights(model.config.block_size, args.position_gamma(model.config.block_size))
+        self.bank = None
+        if args.carry_cache_dir is not None and args.stage == "carryover":
+            self.target.check_branches()
+            # Before any checkpoint is loaded: a resumed run goes on with the first drafts it began with.
+            self.first_drafter = copy.deepcopy(model).eval().requires_grad_(False)
+            settings = (args.anchors_per_response, args.seed, args.draft_temperature, model.config.block_size)
+            identity = fingerprint(self.first_drafter, self.target.fingerprint(), settings)
+            self.bank = DraftBank(args.carry_cache_dir, identity)
         self._stats: dict[str, torch.Tensor] = {}
         self.skipped_sequences = 0
         self.skipped_blocks = 0
@@ -190,8 +200,10 @@ class CarryoverTrainer(Trainer):
         """
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         total = torch.zeros((), device=device)
+        # What is kept on disk is kept for one choice of anchors.
+        step = 0 if self.bank is not None else self.state.global_step + 1
         for batch in batches:
-            self.add_anchors(batch, step=self.state.global_step + 1)
+            self.add_anchors(batch, step)
             total += self._anchor_weight(batch).to(device)
         if self.args.world_size > 1:
             total = self.accelerator.reduce(total, reduction="sum")
@@ -245,10 +257,13 @@ class CarryoverTrainer(Trainer):
             `exist`, `hidden_states`.
         """
         carry = self.args.stage == "carryover"
+        banked = carry and self.bank is not None and self.drafter.training
+        if banked:
+            self._fill_bank(batch)
         recorded = self.target.record(
             batch["input_ids"],
             batch["attention_mask"],
-            keep_cache=carry and self.drafter.config.carry,
+            keep_cache=carry and self.drafter.config.carry and not banked,
             keep_logits=self.args.soft_labels,
         )
         healthy = self._drop_non_finite(recorded, batch["attention_mask"])
@@ -260,7 +275,9 @@ class CarryoverTrainer(Trainer):
             counted = healthy.new_zeros(1)
             draws = None if draws is None else draws.new_zeros((1, draws.shape[1]))
         blocks = Blocks(sequence_index, positions, counted, carried={})
-        if carry:
+        if banked:
+            blocks = self._banked(batch, healthy)
+        elif carry:
             blocks = self._shift(batch, recorded, blocks, draws)
         labels, weights, tokens, exist = self._label_weights(batch, blocks.sequence_index, blocks.positions)
         weights = weights * blocks.counted.unsqueeze(1)
@@ -283,6 +300,81 @@ class CarryoverTrainer(Trainer):
             "anchors": anchors,
             "hidden_states": outputs.hidden_states,
         }
+
+    # First drafts kept on disk
+
+    def _bank_paths(self, batch: dict) -> list[Path]:
+        lengths = batch["attention_mask"].sum(dim=1).tolist()
+        examples = batch["example_index"].tolist()
+        return [
+            self.bank.path(ids[:length], example)
+            for ids, length, example in zip(batch["input_ids"], lengths, examples, strict=True)
+        ]
+
+    @torch.no_grad()
+    def _fill_bank(self, batch: dict) -> None:
+        """Draft and verify the recordings of a batch that the bank does not hold."""
+        paths = self._bank_paths(batch)
+        missing = [row for row, path in enumerate(paths) if not path.exists()]
+        if not missing:
+            return
+        names = ("input_ids", "attention_mask", "response_mask", "example_index")
+        part = {name: batch[name][missing] for name in names}
+        self.add_anchors(part, step=0)
+        recorded = self.target.record(part["input_ids"], part["attention_mask"], keep_cache=True, keep_logits=False)
+        healthy = self._drop_non_finite(recorded, part["attention_mask"])
+        self.target.remember(part["input_ids"], part["attention_mask"], recorded.features)
+        sequence_index, positions = part["sequence_index"], part["anchor_positions"]
+        blocks = Blocks(sequence_index, positions, healthy[sequence_index], carried={})
+        anchors = part["input_ids"][sequence_index, positions]
+        logits = self._draft(self.first_drafter, recorded.features, anchors, blocks, previous=None).logits
+        proposals = self.roll_out(logits, anchors, self.args.draft_temperature, part.get("draws"), self.first_drafter)
+        _, _, tokens, exist = self._label_weights(part, sequence_index, positions)
+        accepted = accepted_prefix(proposals, tokens, exist)
+        kept = blocks.counted & (response_runs(part["response_mask"])[sequence_index, positions] >= accepted + 2)
+        sequence_index, positions = sequence_index[kept], positions[kept]
+        accepted, proposals = accepted[kept], proposals[kept]
+        rejected = torch.arange(1, proposals.shape[1] + 1, device=proposals.device) > accepted.unsqueeze(1)
+        branches = Branches(proposals, sequence_index, positions, accepted, rejected)
+        features, predictions = self.target.verify(recorded, branches, predict=True)
+        for row, place in enumerate(missing):
+            own = (sequence_index == row) & torch.isfinite(features).flatten(1).all(dim=1)
+            drafts = FirstDrafts(positions[own], accepted[own], proposals[own], predictions[own])
+            drafts.features = features[own][rejected[own]]
+            self.bank.save(paths[place], drafts)
+
+    def _banked(self, batch: dict, healthy: torch.BoolTensor) -> Blocks:
+        """The shifted anchors and carried rows of the first drafts in the bank."""
+        config, device = self.drafter.config, batch["input_ids"].device
+        drafts = [self.bank.load(path, with_features=config.carries_states) for path in self._bank_paths(batch)]
+        rows = [len(one.positions) for one in drafts]
+        sequence_index = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows)).to(device)
+        anchors, accepted, proposals, predictions = (
+            torch.cat([getattr(one, name) for one in drafts]).to(device)
+            for name in ("positions", "accepted", "proposals", "predictions")
+        )
+        if not len(anchors):  # one block that doesn't count, so that there is a graph
+            one = batch["input_ids"].new_zeros(1)
+            return Blocks(one, one, one > 0, carried={}, first_accepted=one)
+        blocks = Blocks(sequence_index, anchors + accepted + 1, healthy[sequence_index], {}, first_accepted=accepted)
+        if config.carry:
+            offsets = torch.arange(1, proposals.shape[1] + 1, device=device)
+            rejected = (offsets > accepted.unsqueeze(1)) & blocks.counted.unsqueeze(1)
+            width = (*proposals.shape, config.feature_size)
+            features = (
+                torch.cat([one.dense_features() for one in drafts]).to(device)
+                if config.carries_states
+                else torch.zeros(width, device=device)
+            )
+            blocks.carried = {
+                "carried_features": features,
+                "carried_positions": anchors.unsqueeze(1) + offsets,
+                "carried_mask": rejected,
+            }
+            if config.carried_token is not None:
+                tokens = predictions if config.carried_token == "prediction" else proposals
+                blocks.carried["carried_embeds"] = self.head.embed(tokens, device)
+        return blocks
 
     def _draft(self, model, features, anchors, blocks: Blocks, previous):
         embeds = self.head.embed(anchors, features.device).detach()
@@ -362,6 +454,7 @@ class CarryoverTrainer(Trainer):
         anchors: torch.LongTensor,
         temperature: float = 0.0,
         draws: torch.Tensor | None = None,
+        drafter: CarryoverDrafter | None = None,
     ) -> torch.LongTensor:
         """
         Proposals `(num_blocks, block_size)`, target ids, from base logits (without Markov bias), left to right.
@@ -372,8 +465,9 @@ class CarryoverTrainer(Trainer):
             temperature (`float`, *optional*, defaults to 0.0): 0 takes the likeliest token.
             draws (`torch.Tensor` of shape `(num_blocks, block_size)`, *optional*):
                 Uniform numbers that decide what is sampled; needed with a temperature.
+            drafter ([`CarryoverDrafter`], *optional*): Whose Markov head, by default the trained drafter's.
         """
-        markov, token_ids = self.drafter.markov_head, self.head.token_ids
+        markov, token_ids = (drafter or self.drafter).markov_head, self.head.token_ids
         previous, drawn = anchors, []
         for k in range(logits.shape[1]):
             scores = logits[:, k].float()

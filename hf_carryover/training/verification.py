@@ -218,10 +218,23 @@ class FrozenTarget:
 
     def _cache_path(self, token_ids: torch.LongTensor) -> Path:
         """Name of a sequence's file: a digest of what its features depend on."""
+        digest = hashlib.sha256(self.fingerprint() + token_ids.cpu().numpy().tobytes()).hexdigest()
+        return self.cache_dir / digest[:2] / f"{digest}.safetensors"
+
+    def fingerprint(self) -> bytes:
+        """Of what features depend on, computed once."""
         if self._identity is None:
             self._identity = self._fingerprint()
-        digest = hashlib.sha256(self._identity + token_ids.cpu().numpy().tobytes()).hexdigest()
-        return self.cache_dir / digest[:2] / f"{digest}.safetensors"
+        return self._identity
+
+    def remember(self, input_ids: torch.LongTensor, attention_mask: torch.Tensor, features: torch.Tensor) -> None:
+        """Put features that are known already into the feature cache, if there is one."""
+        if self.cache_dir is None:
+            return
+        for ids, length, rows in zip(input_ids, attention_mask.sum(dim=1).tolist(), features, strict=True):
+            path = self._cache_path(ids[:length])
+            if not path.exists():
+                _save_atomically(path, rows[:length].contiguous())
 
     def _fingerprint(self) -> bytes:
         """

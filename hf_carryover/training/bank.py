@@ -1,0 +1,86 @@
+# Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
+"""Verified first drafts on disk: what carryover training computes without gradient, computed once.
+
+Two thirds of a carryover step go into the first draft and its verification. Where the first draft is that of the
+drafter a run *starts* from, at the same anchors in every epoch, they can be kept, and runs that start from the same
+drafter (a control, other seeds of the order, other learning rates) share them, anchor by anchor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+
+@dataclass
+class FirstDrafts:
+    """
+    The verified first drafts of one recording.
+
+    Args:
+        positions, accepted (`torch.LongTensor` of shape `(num_anchors,)`): `a` and `m`.
+        proposals, predictions (`torch.LongTensor` of shape `(num_anchors, block_size)`):
+            `y_1 … y_B`, and the target's likeliest next token behind each rejected one.
+        features (`torch.Tensor` of shape `(num_rejected, feature_size)`, *optional*):
+            Verified states of the rejected rows, anchor by anchor.
+    """
+
+    positions: torch.LongTensor
+    accepted: torch.LongTensor
+    proposals: torch.LongTensor
+    predictions: torch.LongTensor
+    features: torch.Tensor | None = None
+
+    def dense_features(self) -> torch.Tensor:
+        """`(num_anchors, block_size, feature_size)`, 0 in rows that were accepted."""
+        rows = torch.arange(1, self.proposals.shape[1] + 1)
+        dense = self.features.new_zeros((*self.proposals.shape, self.features.shape[-1]))
+        dense[rows > self.accepted.unsqueeze(1)] = self.features
+        return dense
+
+
+class DraftBank:
+    """
+    A folder of first drafts, one safetensors file per recording.
+
+    Args:
+        folder (`str` or `Path`): Where they are.
+        identity (`bytes`): Of everything they depend on beside the recording; see [`fingerprint`].
+    """
+
+    def __init__(self, folder: str | Path, identity: bytes):
+        self.folder, self.identity = Path(folder), identity
+
+    def path(self, token_ids: torch.LongTensor, example: int) -> Path:
+        """The file of a recording, which is known by its tokens and its number (anchors depend on it)."""
+        digest = hashlib.sha256(self.identity + token_ids.cpu().numpy().tobytes() + str(example).encode()).hexdigest()
+        return self.folder / digest[:2] / f"{digest}.safetensors"
+
+    def load(self, path: Path, with_features: bool) -> FirstDrafts:
+        """What `save` wrote."""
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name != "features" or with_features]  # noqa: SIM118
+            return FirstDrafts(**{name: file.get_tensor(name) for name in names})
+
+    def save(self, path: Path, drafts: FirstDrafts) -> None:
+        """Write one recording's drafts; the file is there as a whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        save_file({name: value.contiguous().cpu() for name, value in vars(drafts).items()}, temporary)
+        os.replace(temporary, path)
+
+
+def fingerprint(drafter: nn.Module, *others) -> bytes:
+    """A digest of all weights of a drafter and of `others`, by their `repr`."""
+    digest = hashlib.sha256(repr(others).encode())
+    for name, tensor in sorted(drafter.state_dict().items()):
+        if not name.startswith("carry_"):  # what a first draft without carry does not use
+            digest.update(name.encode() + tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.digest()
