@@ -20,12 +20,14 @@ _PUBLIC = {
     "check_fit": "target",
     "drafter_from_target": "target",
     "load_recordings": "training.loading",
+    "reshape_drafter": "reshape",
 }
 
 if TYPE_CHECKING:
     from .configuration_carryover import CarryoverConfig
     from .generation import CarryoverCandidateGenerator, GenerationReport
     from .modeling_carryover import CarryoverDrafter
+    from .reshape import reshape_drafter
     from .target import check_fit, drafter_from_target
     from .training.arguments import CarryoverTrainingArguments
     from .training.loading import load_recordings
@@ -57,4 +59,5 @@ __all__ = [
     "check_fit",
     "drafter_from_target",
     "load_recordings",
+    "reshape_drafter",
 ]

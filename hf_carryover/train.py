@@ -20,11 +20,13 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from datasets import concatenate_datasets
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from . import __version__
 from .modeling_carryover import CarryoverDrafter
+from .reshape import reshape_drafter
 from .target import drafter_from_target
 from .training.arguments import CarryoverTrainingArguments
 from .training.data import frequent_tokens
@@ -35,10 +37,9 @@ from .training.trainer import CarryoverTrainer
 logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
-# What only a new drafter takes.
-SHAPE_FLAGS = (
-    "num_hidden_layers", "block_size", "markov_rank", "draft_vocab_size", "target_layer_ids", "init_from_target",
-)  # fmt: skip
+# What shapes a new drafter, and which of it only a new one takes: see `reshape_drafter` for the others.
+SHAPE_FLAGS = ("num_hidden_layers", "block_size", "markov_rank", "target_layer_ids", "init_from_target")
+NEW_FLAGS = ("num_hidden_layers", "init_from_target")
 
 
 @dataclass
@@ -48,23 +49,26 @@ class DrafterArguments:
 
     Args:
         target (`str`): Folder or Hub id of the target.
-        recordings (`str`): Recordings of the target's responses, any form [`load_recordings`] reads.
+        recordings (`list[str]`): Recordings of the target's responses, each in any form [`load_recordings`] reads.
         held_out (`int`, *optional*, defaults to 100):
             Recordings kept for evaluation, chosen by their id alone, so that every run on a file keeps the same ones;
             0 trains on all and evaluates nothing.
         drafter (`str`, *optional*): Checkpoint to go on from.
         carry (`bool`, *optional*):
             Whether the trained drafter carries. Defaults to what `drafter` does, and to `False` for a new one.
-        num_hidden_layers, block_size, markov_rank, draft_vocab_size, target_layer_ids, init_from_target (*optional*):
-            Of a new drafter, so refused together with `drafter`; see [`CarryoverConfig`] and [`drafter_from_target`],
-            whose defaults hold. The draft vocabulary is the recordings' most frequent tokens.
+        carry_from (`str`, *optional*): What a carried row is made of, see [`CarryoverConfig`].
+        num_hidden_layers, init_from_target (*optional*):
+            Of a new drafter, so refused together with `drafter`; see [`drafter_from_target`], whose defaults hold.
+        block_size, markov_rank, draft_vocab_size, target_layer_ids (*optional*):
+            Of a new drafter, or changes to the shape of `drafter`, see [`reshape_drafter`]. The draft vocabulary is
+            the recordings' most frequent tokens.
         target_dtype (`str`, *optional*, defaults to `"bfloat16"`): The dtype the target runs in.
         save_dtype (`str`, *optional*, defaults to `"float32"`):
             The dtype of the finished drafter's file. Training and its checkpoints are float32.
     """
 
     target: str = field(metadata={"help": "Folder or Hub id of the target."})
-    recordings: str = field(metadata={"help": "Recorded responses of the target."})
+    recordings: list[str] = field(metadata={"help": "Recorded responses of the target, one or more."})
     held_out: int = field(default=100, metadata={"help": "Recordings kept for evaluation; 0 for none."})
     drafter: str | None = field(default=None, metadata={"help": "Drafter checkpoint to go on from."})
     carry: bool | None = field(default=None, metadata={"help": "Whether the trained drafter carries rejected rows."})
@@ -83,7 +87,7 @@ class DrafterArguments:
     def __post_init__(self):
         if self.held_out < 0:
             raise ValueError(f"`held_out` must be 0 or a number of recordings, got {self.held_out}.")
-        given = [name for name in SHAPE_FLAGS if getattr(self, name) is not None]
+        given = [name for name in NEW_FLAGS if getattr(self, name) is not None]
         if self.drafter is not None and given:
             raise ValueError(
                 f"{', '.join(f'`{name}`' for name in given)} shape a new drafter, but `drafter` names one to go on "
@@ -126,19 +130,19 @@ def _flags(path: Path) -> list[str]:
 
 
 def build_drafter(arguments: DrafterArguments, target, recordings) -> CarryoverDrafter:
-    """The checkpoint `arguments.drafter` in float32, or a new drafter for `target`."""
-    if arguments.drafter is not None:
-        chosen = {"carry": arguments.carry, "carry_from": arguments.carry_from}
-        kwargs = {name: value for name, value in chosen.items() if value is not None}
-        return _load("drafter", arguments.drafter, CarryoverDrafter, dtype=torch.float32, **kwargs)
-    names = [name for name in SHAPE_FLAGS if name != "draft_vocab_size"]
+    """The checkpoint `arguments.drafter` in float32, reshaped where asked for, or a new drafter for `target`."""
+    names = [*SHAPE_FLAGS, "carry", "carry_from"]
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     token_ids = None
     if arguments.draft_vocab_size is not None:
         token_ids = frequent_tokens(recordings, arguments.draft_vocab_size, target.config.get_text_config().vocab_size)
-    if arguments.carry_from is not None:
-        given["carry_from"] = arguments.carry_from
-    return drafter_from_target(target, draft_token_ids=token_ids, carry=bool(arguments.carry), **given)
+    if arguments.drafter is None:
+        return drafter_from_target(target, draft_token_ids=token_ids, **{"carry": False, **given})
+    carry = {name: given.pop(name) for name in ("carry", "carry_from") if name in given}
+    drafter = _load("drafter", arguments.drafter, CarryoverDrafter, dtype=torch.float32, **carry)
+    if given or token_ids is not None:
+        drafter = reshape_drafter(drafter, draft_token_ids=token_ids, **given)
+    return drafter
 
 
 def _load(argument: str, name: str, loader, **kwargs):
@@ -154,7 +158,8 @@ def build_trainer(arguments: DrafterArguments, args: CarryoverTrainingArguments)
     set_seed(args.seed)
     tokenizer = _load("target", arguments.target, AutoTokenizer)
     target = _load("target", arguments.target, AutoModelForCausalLM, dtype=arguments.target_dtype).eval()
-    train = load_recordings(arguments.recordings, vocab_size=target.config.get_text_config().vocab_size)
+    vocab_size = target.config.get_text_config().vocab_size
+    train = concatenate_datasets([load_recordings(part, vocab_size=vocab_size) for part in arguments.recordings])
     held_out = None
     if arguments.held_out:
         train, held_out = split_recordings(train, arguments.held_out, seed=0)
@@ -211,16 +216,22 @@ def write_record(
         if (defaults.get(key) != value or key == "seed") and not key.endswith(("_dir", "_from_checkpoint"))
     }
     data = asdict(arguments)
-    for key, parts in (("target", 1), ("recordings", 1), ("drafter", 2)):
-        # Names of folders, not their places: those differ on every machine. A Hub id stays as it is.
-        if data[key] is not None and Path(data[key]).exists():
-            data[key] = "/".join(Path(data[key]).resolve().parts[-parts:])
+    # Names of folders, not their places: those differ on every machine. A Hub id stays as it is.
+    data["recordings"] = [_place(name, 1) for name in data["recordings"]]
+    for key, parts in (("target", 1), ("drafter", 2)):
+        if data[key] is not None:
+            data[key] = _place(data[key], parts)
     data = {key: value for key, value in data.items() if value is not None}
     config = trainer.drafter.config.to_diff_dict()
     record = {"arguments": data, "config": config, "training_arguments": chosen, "metrics": metrics, **provenance()}
     (output / "training.json").write_text(json.dumps(_finite(record), indent=2, default=str) + "\n")
     lines = [json.dumps(_finite(entry), default=str) for entry in trainer.state.log_history]
     (output / "training_log.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def _place(name: str, parts: int) -> str:
+    """The last `parts` parts of a path that exists; another name as it is."""
+    return "/".join(Path(name).resolve().parts[-parts:]) if Path(name).exists() else name
 
 
 def _finite(value):
