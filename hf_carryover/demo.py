@@ -399,8 +399,13 @@ def load_drafter(name: str, folder: str | os.PathLike[str] | None, dtype: torch.
     return CarryoverDrafter.from_pretrained(path, dtype=dtype).to(device).eval()
 
 
+def _called_as() -> str:
+    """How the user called the demo, for its usage line."""
+    return sys.argv[0] if sys.argv[0].startswith("hf-carryover ") else "python -m hf_carryover.demo"
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m hf_carryover.demo", description=(__doc__ or "").split("\n")[1])
+    parser = argparse.ArgumentParser(prog=_called_as(), description=(__doc__ or "").split("\n")[1])
     parser.add_argument("--target", metavar="DIR", help="target model (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--drafter", metavar="DIR", help="carryover drafter (default: the one in model_cards)")
     parser.add_argument("--control", metavar="DIR", help="control drafter (default: the one in model_cards)")

@@ -11,6 +11,7 @@ from recording_helpers import CHATML, PROMPTS, THINKING, Script, answers_of, enc
 
 from hf_carryover.training import recording
 from hf_carryover.training.chat import RecordingError, derive_seed, iter_prompts
+from hf_carryover.training.engines import llm_defaults
 from hf_carryover.training.loading import load_recordings
 from hf_carryover.training.recording import RecordingSettings, record_responses, record_with_vllm
 
@@ -244,7 +245,7 @@ def test_vllm_gets_token_ids_and_a_seed_per_request(tmp_path, tokenizer, vllm, s
     arguments = {"llm_kwargs": {"max_model_len": 128}, "max_new_tokens": 9, "seed": 4, **settings}
     dataset = record_with_vllm(str(tmp_path / "target"), tokenizer, prompts, tmp_path / "out", **arguments)
     (llm,) = vllm.made
-    assert llm.kwargs == {"model": str(tmp_path / "target"), "max_model_len": 128}
+    assert llm.kwargs == {"model": str(tmp_path / "target"), "max_model_len": 128, **llm_defaults()}
     common = {"max_tokens": 9, "stop_token_ids": [2], "detokenize": False, **expected}
     first, second = [prompt.prompt_ids.tolist() for prompt in iter_prompts(prompts, tokenizer)]
     assert llm.calls[0] == (
@@ -304,7 +305,7 @@ def test_command_writes_prompts_with_vllm(tmp_path, target, vllm, capsys):
     assert recording.main([*arguments, "--llm-kwargs", '{"seed": 1}']) == 2  # "yes" is too short a prompt
     assert "None of 4 user turns" in capsys.readouterr().err
     (llm,) = vllm.made
-    assert llm.kwargs == {"model": target, "dtype": "auto", "seed": 1}
+    assert llm.kwargs == {"model": target, "dtype": "auto", "seed": 1, **llm_defaults()}
     assert llm.calls[0][1][0]["temperature"] == 1.0 and llm.calls[0][1][0]["top_p"] == 0.95
 
 

@@ -79,7 +79,9 @@ def test_dtype_and_original_are_kept(target):
 
 
 def test_other_changes_are_refused(target):
-    with pytest.raises(ValueError, match="can't change `hidden_size`, `num_hidden_layers`; expected some of block_size"):
+    with pytest.raises(
+        ValueError, match="can't change `hidden_size`, `num_hidden_layers`; expected some of block_size"
+    ):
         reshape_drafter(tiny_drafter(target), num_hidden_layers=3, hidden_size=8)
     with pytest.raises(ValueError, match="increase within"):
         reshape_drafter(tiny_drafter(target), draft_token_ids=torch.tensor([3, VOCAB]))

@@ -55,9 +55,17 @@ def flags(folder, output, **kwargs):
         "disable_tqdm": True,
     }
     if "drafter" in kwargs:  # which has a shape of its own
-        values = {name: value for name, value in values.items() if name not in SHAPE_FLAGS}
+        values = {name: value for name, value in values.items() if name not in SHAPED}
     values |= kwargs
     return [part for name, value in values.items() if value is not None for part in (f"--{name}", str(value))]
+
+
+def test_drafter_is_reshaped(folder, baseline):
+    """Another vocabulary, and layers, of a drafter to go on from."""
+    start = {"drafter": baseline / "drafter", "draft_vocab_size": 20, "block_size": 5, "markov_rank": 0}
+    assert main(flags(folder, "reshaped", stage="baseline", max_steps=1, save_strategy="no", **start)) == 0
+    config = CarryoverDrafter.from_pretrained(folder / "reshaped" / "drafter").config
+    assert (config.draft_vocab_size, config.block_size, config.markov_rank) == (20, 5, 0)
 
 
 def error_of(argv, capsys):
@@ -71,6 +79,10 @@ def error_of(argv, capsys):
     lines = [line for line in text.splitlines() if line.startswith("error:")]
     assert len(lines) == 1 and "Traceback" not in text
     return lines[0]
+
+
+# What a drafter to go on from has already.
+SHAPED = {*SHAPE_FLAGS, "draft_vocab_size"}
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +106,7 @@ def test_run_leaves_a_drafter_and_its_record(folder, baseline):
     text = (baseline / "training.json").read_text()
     record = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert record["arguments"]["target"] == "target"
-    assert record["arguments"]["recordings"] == "recordings.jsonl"
+    assert record["arguments"]["recordings"] == ["recordings.jsonl"]
     assert record["training_arguments"]["max_steps"] == 4
     assert record["metrics"]["eval_blocks"] > 0
     assert str(folder) not in text
@@ -116,9 +128,9 @@ def test_carryover_and_control_go_on_from_the_baseline(folder, baseline):
     assert set(control) == set(start)
     record = json.loads((folder / "carryover" / "training.json").read_text())
     assert record["arguments"]["drafter"] == "baseline/drafter"
-    assert not set(record["arguments"]) & set(SHAPE_FLAGS)
+    assert not set(record["arguments"]) & SHAPED
     assert (record["config"]["block_size"], record["config"]["num_hidden_layers"]) == (3, 1)
-    kept = build_drafter(DrafterArguments("t", "r", drafter=str(folder / "carryover" / "drafter")), None, None)
+    kept = build_drafter(DrafterArguments("t", ["r"], drafter=str(folder / "carryover" / "drafter")), None, None)
     assert kept.config.carry and kept.dtype == torch.float32
 
 
@@ -170,7 +182,9 @@ MISTAKES = [
     pytest.param({"held_out": 8}, "held_out is 8, expected a share", id="all-held-out"),
     pytest.param({"held_out": -1}, "`held_out` must be 0 or a number of recordings, got -1", id="negative"),
     pytest.param(
-        {"drafter": "any", "block_size": 15}, "`block_size` shape a new drafter, but `drafter` names one", id="shape"
+        {"drafter": "any", "num_hidden_layers": 5},
+        "`num_hidden_layers` shape a new drafter, but `drafter` names one",
+        id="shape",
     ),
     pytest.param({"block_size": 0}, "`block_size` must be at least 1, got 0", id="block"),
     pytest.param({"draft_vocab_size": 65}, "A draft vocabulary has 1 ... 64 tokens", id="vocab"),

@@ -126,3 +126,13 @@ def import_vllm():
             "'hf_carryover[vllm]'`, or record with transformers."
         ) from error
     return vllm
+
+
+def llm_defaults() -> dict:
+    """
+    Arguments of `vllm.LLM` that a recording needs where it runs.
+
+    A request with a seed has a generator of its own, which vLLM rewinds when a prompt was prefilled in part. On a CPU
+    (seen with vLLM 0.32) that ends the run: "CPU Generator does not use offset". So prompts are prefilled whole there.
+    """
+    return {} if torch.cuda.is_available() else {"enable_chunked_prefill": False}

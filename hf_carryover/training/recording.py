@@ -36,7 +36,7 @@ from .chat import (
     stable_hash,
 )
 from .domains import DOMAINS, check_domains, steered_prompts
-from .engines import GenerateIds, TransformersGenerator, VLLMGenerator, import_vllm
+from .engines import GenerateIds, TransformersGenerator, VLLMGenerator, import_vllm, llm_defaults
 from .loading import (
     FEATURES,
     METADATA_FILE,
@@ -210,7 +210,9 @@ def record_with_vllm(
     """
     settings = RecordingSettings(**settings)
     vllm = import_vllm()
-    llm = vllm.LLM(model=str(target), **(llm_kwargs or {})) if isinstance(target, (str, os.PathLike)) else target
+    llm = target
+    if isinstance(target, (str, os.PathLike)):
+        llm = vllm.LLM(model=str(target), **{**llm_defaults(), **(llm_kwargs or {})})
     model_config = llm.llm_engine.model_config
     stops = ChatTemplate(tokenizer, settings.template_variables).stop_token_ids(_generation_config(model_config.model))
     return record_with_engine(
@@ -482,7 +484,8 @@ def _load(load, *args, **kwargs):
 
 def _load_target(args: RecordingArguments):
     if args.engine == "vllm":
-        return import_vllm().LLM(model=args.target, dtype=args.dtype, **json.loads(args.llm_kwargs or "{}"))
+        kwargs = {**llm_defaults(), **json.loads(args.llm_kwargs or "{}")}
+        return import_vllm().LLM(model=args.target, dtype=args.dtype, **kwargs)
     from transformers import AutoModelForCausalLM
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
