@@ -56,39 +56,47 @@ class TestbedArguments(Sizes):
         return Sizes(**{item.name: getattr(self, item.name) for item in fields(Sizes)})
 
 
-def run_seed(seed: int, sizes: Sizes, rhos: list[float], carry_from: list[str], texts: int, say=print) -> dict:
-    """
-    One language, its target and its drafters.
-
-    Returns:
-        `dict`: `target_accuracy`; `probe`, what a linear map reads off the carried rows at each `rho`; and `taus`, for
-        each system and `rho` the committed tokens and rounds of every text.
-    """
-    started = time.perf_counter()
-    language = Language(seed=seed)
-    target, accuracy = train_target(language, sizes, seed)
-    say(f"seed {seed}: target gets {accuracy:.1%} of the fixed outputs ({time.perf_counter() - started:.0f} s)")
+def train_systems(language: Language, target, sizes: Sizes, carry_from: list[str], seed: int = 0) -> dict:
+    """The baseline, and from it the control and a drafter for each of `carry_from`, by name."""
     baseline = train_drafter(new_drafter(target, sizes, seed), target, language, sizes, "baseline", seed=seed)
     systems = {"baseline": baseline}
     for name in (CONTROL, *carry_from):
         drafter = with_carry(baseline, None if name == CONTROL else name)
         systems[name] = train_drafter(drafter, target, language, sizes, "carryover", seed=seed + 1)
-    result: dict = {"target_accuracy": accuracy, "probe": {}, "systems": {name: {} for name in systems}}
+    return systems
+
+
+def measure_systems(language: Language, target, systems: dict, rhos: list[float], texts: int) -> dict:
+    """Committed tokens and rounds of every text, by system and position of the dial."""
+    counts: dict = {name: {} for name in systems}
     for rho in rhos:
-        if "states" in systems:
-            result["probe"][str(rho)] = probe(systems["states"], target, language, rho)
         for name, drafter in systems.items():
             committed, rounds = arrays(measure(drafter, target, language, rho, texts))
-            result["systems"][name][str(rho)] = {"committed": committed.tolist(), "rounds": rounds.tolist()}
-        taus = {name: tau(result["systems"][name][str(rho)]) for name in systems}
-        ceiling = result["probe"].get(str(rho))
-        say(
-            f"seed {seed}, rho {rho}: "
-            + ", ".join(f"{name} {value:.3f}" for name, value in taus.items())
-            + ("" if ceiling is None else f"; probe {ceiling:.2f}")
-        )
-    result["seconds"] = round(time.perf_counter() - started, 1)
-    return result
+            counts[name][str(rho)] = {"committed": committed.tolist(), "rounds": rounds.tolist()}
+    return counts
+
+
+def run_seed(seed: int, sizes: Sizes, rhos: list[float], carry_from: list[str], texts: int, say=print) -> dict:
+    """
+    One language, its target and its drafters.
+
+    Returns:
+        `dict`: `target_accuracy`; `probe`, what a linear map reads off the carried rows at each `rho`; and `systems`,
+        for each of them and each `rho` the committed tokens and rounds of every text.
+    """
+    started = time.perf_counter()
+    language = Language(seed=seed)
+    target, accuracy = train_target(language, sizes, seed)
+    say(f"seed {seed}: target gets {accuracy:.1%} of the fixed outputs ({time.perf_counter() - started:.0f} s)")
+    systems = train_systems(language, target, sizes, carry_from, seed)
+    counts = measure_systems(language, target, systems, rhos, texts)
+    probes = {str(rho): probe(systems["states"], target, language, rho) for rho in rhos if "states" in systems}
+    for rho in rhos:
+        taus = ", ".join(f"{name} {tau(counts[name][str(rho)]):.3f}" for name in systems)
+        ceiling = f"; probe {probes[str(rho)]:.2f}" if str(rho) in probes else ""
+        say(f"seed {seed}, rho {rho}: {taus}{ceiling}")
+    seconds = round(time.perf_counter() - started, 1)
+    return {"target_accuracy": accuracy, "probe": probes, "systems": counts, "seconds": seconds}
 
 
 def tau(counts: dict) -> float:

@@ -47,6 +47,11 @@ class CarryoverTrainingArguments(TrainingArguments):
             Temperature of the first draft's proposals; 0 takes the likeliest tokens. Draws depend on the seed, the
             step and the example alone, as anchors do.
 
+        carry_warmup_steps (`int`, *optional*, defaults to 0):
+            Steps of the stage `"carryover"` that draft once, at the sampled anchors, and carry *recorded* rows: rows
+            whose states predict what is to be drafted. They cost no verification and teach a drafter where to look;
+            the steps behind them, with rejected rows, how far to trust what it sees. A control drafts once as well.
+
         > Parameters that control the data
 
         feature_cache_dir (`str`, *optional*):
@@ -82,6 +87,7 @@ class CarryoverTrainingArguments(TrainingArguments):
     muon: bool = field(default=False, metadata={"help": "Muon for the layers' matrices instead of AdamW."})
     fc_learning_rate_scale: float = field(default=1.0, metadata={"help": "Factor on the learning rate of fc.weight."})
     draft_temperature: float = field(default=0.0, metadata={"help": "Temperature of the first draft; 0 is greedy."})
+    carry_warmup_steps: int = field(default=0, metadata={"help": "First steps, which carry recorded rows."})
     carry_cache_dir: str | None = field(default=None, metadata={"help": "Folder for verified first drafts."})
     feature_cache_dir: str | None = field(default=None, metadata={"help": "Folder for cached target features."})
 
@@ -111,6 +117,11 @@ class CarryoverTrainingArguments(TrainingArguments):
             raise ValueError(
                 f'`draft_temperature` {self.draft_temperature} is of the first draft, which `stage="baseline"` does '
                 'not have. Leave it at 0, or use `stage="carryover"`.'
+            )
+        if self.carry_warmup_steps < 0 or (self.carry_warmup_steps and self.stage == "baseline"):
+            raise ValueError(
+                f"`carry_warmup_steps` must not be negative, nor set in the baseline stage, got "
+                f"{self.carry_warmup_steps}."
             )
         if self.carry_cache_dir is not None and self.stage == "baseline":
             raise ValueError('`carry_cache_dir` keeps first drafts, which only `stage="carryover"` has. Leave it out.')

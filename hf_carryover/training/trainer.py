@@ -13,6 +13,7 @@ import copy
 import logging
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import Trainer
@@ -257,13 +258,14 @@ class CarryoverTrainer(Trainer):
             `exist`, `hidden_states`.
         """
         carry = self.args.stage == "carryover"
-        banked = carry and self.bank is not None and self.drafter.training
+        warming = carry and self.drafter.training and self.state.global_step < self.args.carry_warmup_steps
+        banked = carry and self.bank is not None and self.drafter.training and not warming
         if banked:
             self._fill_bank(batch)
         recorded = self.target.record(
             batch["input_ids"],
             batch["attention_mask"],
-            keep_cache=carry and self.drafter.config.carry and not banked,
+            keep_cache=carry and self.drafter.config.carry and not (banked or warming),
             keep_logits=self.args.soft_labels,
         )
         healthy = self._drop_non_finite(recorded, batch["attention_mask"])
@@ -275,7 +277,9 @@ class CarryoverTrainer(Trainer):
             counted = healthy.new_zeros(1)
             draws = None if draws is None else draws.new_zeros((1, draws.shape[1]))
         blocks = Blocks(sequence_index, positions, counted, carried={})
-        if banked:
+        if warming:
+            self._carry_recorded(batch, recorded, blocks)
+        elif banked:
             blocks = self._banked(batch, healthy)
         elif carry:
             blocks = self._shift(batch, recorded, blocks, draws)
@@ -300,6 +304,34 @@ class CarryoverTrainer(Trainer):
             "anchors": anchors,
             "hidden_states": outputs.hidden_states,
         }
+
+    def _carry_recorded(self, batch: dict, recorded: RecordedPass, blocks: Blocks) -> None:
+        """
+        Warm-up: let blocks carry recorded rows instead of rejected ones, `a … a + B - 1 - m` for an `m` drawn at
+        random. Their states do predict what is to be drafted, so that a drafter soon learns where to look; how far
+        rejected rows are to be trusted it learns afterwards.
+        """
+        config = self.drafter.config
+        if not config.carry:
+            return
+        offsets = torch.arange(config.block_size, device=blocks.positions.device)
+        _, exist = block_labels(
+            batch["input_ids"], batch["response_mask"], blocks.sequence_index, blocks.positions, config.block_size
+        )
+        rng = np.random.default_rng([self.args.seed, self.state.global_step, *batch["example_index"].tolist()])
+        rows = torch.from_numpy(rng.integers(0, config.block_size + 1, size=(len(exist), 1))).to(exist.device)
+        places = (blocks.positions.unsqueeze(1) + offsets).clamp(max=batch["input_ids"].shape[1] - 1)
+        sequences = blocks.sequence_index.unsqueeze(1)
+        blocks.carried = {
+            "carried_features": recorded.features[sequences, places],
+            "carried_positions": blocks.positions.unsqueeze(1) + offsets,
+            "carried_mask": exist & (offsets < rows) & blocks.counted.unsqueeze(1),
+        }
+        if config.carried_token is not None:
+            # A recorded row's own token is the proposal there, the recorded next one what the target said.
+            shift = 1 if config.carried_token == "prediction" else 0
+            places = (places + shift).clamp(max=batch["input_ids"].shape[1] - 1)
+            blocks.carried["carried_embeds"] = self.head.embed(batch["input_ids"][sequences, places], exist.device)
 
     # First drafts kept on disk
 
