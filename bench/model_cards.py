@@ -27,6 +27,7 @@ from .summary import ALL, HELD_OUT, MEAN, cell
 
 BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PREFIX = "smollm2-135m-markov"
+MORE_FLAGS = ("draft_vocab_size",)
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 # What `save_pretrained` adds for remote code: the shipped folders are for users of the package.
 NOT_SHIPPED = ("configuration_carryover.py", "modeling_carryover.py")
@@ -68,12 +69,17 @@ def losses(log: list[dict]) -> tuple[float, int]:
 def read_run(folder: Path) -> dict:
     """Record, log and metrics of one training run."""
     record = json.loads((folder / "training.json").read_text())
-    for name in ("target", "recordings", "drafter"):
-        if record["arguments"].get(name):
-            parts = Path(record["arguments"][name]).parts
-            record["arguments"][name] = "/".join(parts[-2 if name == "drafter" else -1 :])
-    if record["arguments"].get("drafter"):  # shapes of a new drafter mean nothing where one is continued
-        record["arguments"] = {key: value for key, value in record["arguments"].items() if key not in SHAPE_FLAGS}
+    arguments = record["arguments"]
+    if isinstance(arguments["recordings"], str):
+        # Records of before a drafter could be reshaped: shapes meant nothing where one was continued.
+        if arguments.get("drafter"):
+            arguments = {key: value for key, value in arguments.items() if key not in (*SHAPE_FLAGS, *MORE_FLAGS)}
+        arguments["recordings"] = [arguments["recordings"]]
+    for name, parts in (("target", 1), ("drafter", 2)):
+        if arguments.get(name):
+            arguments[name] = "/".join(Path(arguments[name]).parts[-parts:])
+    arguments["recordings"] = [Path(name).name for name in arguments["recordings"]]
+    record["arguments"] = arguments
     log = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines() if line]
     seconds = next((entry["train_runtime"] for entry in reversed(log) if "train_runtime" in entry), None)
     return {"record": record, "log": log, "seconds": seconds, "folder": folder}
@@ -248,14 +254,18 @@ def ship(name: str, runs: dict[str, dict], report: dict, output: Path, data_size
     return folder
 
 
-def update_readme(path: Path, runs: dict[str, dict], report: dict) -> None:
-    """Replace what stands between the two markers."""
+def replace_between(path: Path, begin: str, end: str, body: str) -> None:
+    """Replace what stands between two markers of a file."""
     text = path.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"{path.name} needs each of {BEGIN} and {END} exactly once.")
-    head, rest = text.split(BEGIN)
-    body = f"{verdict(report)}\n\n{result_tables(report)}\n\n{stage_table(runs)}"
-    path.write_text(f"{head}{BEGIN}\n{body}\n{END}{rest.split(END)[1]}")
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"{path.name} needs each of {begin} and {end} exactly once.")
+    head, rest = text.split(begin)
+    path.write_text(f"{head}{begin}\n{body}\n{end}{rest.split(end)[1]}")
+
+
+def update_readme(path: Path, runs: dict[str, dict], report: dict) -> None:
+    """Replace the results section."""
+    replace_between(path, BEGIN, END, f"{verdict(report)}\n\n{result_tables(report)}\n\n{stage_table(runs)}")
 
 
 def main(argv: list[str] | None = None) -> int:

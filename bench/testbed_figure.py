@@ -2,7 +2,9 @@
 """
 Figure of reports of `hf-carryover testbed`: the gain of carry against the dial.
 
-    python -m bench.testbed_figure bench/results/testbed-b7.json --output bench/results/testbed.png
+    python -m bench.testbed_figure bench/results/testbed-b7.json --readme README.md
+
+The table of the first report goes between two markers of the README.
 """
 
 from __future__ import annotations
@@ -12,6 +14,11 @@ import json
 from pathlib import Path
 
 from hf_carryover.testbed.command import CONTROL, gain, table
+
+from .model_cards import replace_between
+
+
+BEGIN, END = "<!-- testbed:begin -->", "<!-- testbed:end -->"
 
 
 def curves(reports: list[dict]) -> dict[str, list[tuple[float, float, float, float]]]:
@@ -53,9 +60,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reports", type=Path, nargs="+")
     parser.add_argument("--output", type=Path, default=Path("bench/results/testbed.png"))
+    parser.add_argument("--readme", type=Path, help="File with the two markers.")
     arguments = parser.parse_args(argv)
     reports = [json.loads(path.read_text()) for path in arguments.reports]
     draw(reports, arguments.output)
+    if arguments.readme:
+        replace_between(arguments.readme, BEGIN, END, table(reports[0]))
     for path, report in zip(arguments.reports, reports):
         print(f"{path.name}, B = {report['settings']['block_size']}\n\n{table(report)}\n")
     return 0

@@ -16,208 +16,36 @@ from pathlib import Path
 from .chat import RecordingError, derive_seed
 
 
-NAMES = [
-    "Anna",
-    "Ben",
-    "Carlos",
-    "Dana",
-    "Elif",
-    "Felix",
-    "Grace",
-    "Hamid",
-    "Ines",
-    "Jonas",
-    "Kira",
-    "Leo",
-    "Mona",
-    "Nils",
-    "Olga",
-    "Peter",
-    "Rosa",
-    "Sam",
-    "Tara",
-    "Uma",
-    "Victor",
-    "Wendy",
-    "Yusuf",
-    "Zoe",
-    "Maria",
-    "Tom",
-    "Lucy",
-    "Jack",
-    "Emma",
-    "Henry",
-]
-THINGS = [
-    "apples",
-    "books",
-    "marbles",
-    "pencils",
-    "cookies",
-    "stamps",
-    "tickets",
-    "flowers",
-    "bottles",
-    "boxes",
-    "candies",
-    "chairs",
-    "stickers",
-    "eggs",
-    "coins",
-    "balloons",
-    "shirts",
-    "cards",
-    "toys",
-    "oranges",
-    "plants",
-    "bags",
-    "puzzles",
-    "cupcakes",
-]
-PLACES = [
-    "London",
-    "Paris",
-    "Chicago",
-    "Tokyo",
-    "Berlin",
-    "Madrid",
-    "Sydney",
-    "Toronto",
-    "Nairobi",
-    "Mumbai",
-    "Cairo",
-    "Rome",
-    "Lima",
-    "Seoul",
-    "Boston",
-    "Denver",
-    "Athens",
-    "Vienna",
-    "Dublin",
-    "Oslo",
-    "Texas",
-    "Florida",
-    "Manchester",
-    "Moscow",
-    "Beijing",
-    "Brazil",
-    "Kenya",
-    "Scotland",
-    "Canada",
-    "Pakistan",
-]
-TOPICS = [
-    "volcano",
-    "bridge",
-    "railway",
-    "glacier",
-    "parliament",
-    "orchestra",
-    "vaccine",
-    "desert",
-    "submarine",
-    "coffee",
-    "cathedral",
-    "whale",
-    "satellite",
-    "novel",
-    "museum",
-    "festival",
-    "river",
-    "university",
-    "battle",
-    "treaty",
-    "protein",
-    "battery",
-    "telescope",
-    "harbour",
-    "forest",
-    "stadium",
-    "castle",
-    "insect",
-    "mineral",
-    "language",
-    "planet",
-    "empire",
-    "canal",
-    "theatre",
-    "comet",
-    "wheat",
-    "copper",
-    "virus",
-    "engine",
-    "island",
-    "lighthouse",
-    "symphony",
-    "painter",
-    "dynasty",
-    "election",
-    "bacteria",
-    "cricket",
-    "airport",
-    "mountain",
-    "earthquake",
-]
-VERBS = [
-    "find",
-    "count",
-    "get",
-    "is",
-    "sum",
-    "remove",
-    "sort",
-    "max",
-    "check",
-    "reverse",
-    "add",
-    "filter",
-    "merge",
-    "parse",
-    "convert",
-    "split",
-    "compute",
-    "replace",
-    "group",
-    "flatten",
-    "rotate",
-    "encode",
-    "decode",
-    "validate",
-    "generate",
-    "unique",
-    "common",
-    "longest",
-    "shortest",
-    "min",
-    "total",
-]
-NOUNS = [
-    "list",
-    "string",
-    "numbers",
-    "words",
-    "elements",
-    "digits",
-    "matrix",
-    "array",
-    "values",
-    "pairs",
-    "prime",
-    "even",
-    "odd",
-    "vowels",
-    "characters",
-    "items",
-    "intervals",
-    "duplicates",
-    "substring",
-    "sequence",
-    "integer",
-    "letters",
-    "index",
-    "triples",
-    "range",
-]
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+NAMES = _words("""
+    Anna Ben Carlos Dana Elif Felix Grace Hamid Ines Jonas Kira Leo Mona Nils Olga Peter Rosa Sam Tara Uma Victor
+    Wendy Yusuf Zoe Maria Tom Lucy Jack Emma Henry
+""")
+THINGS = _words("""
+    apples books marbles pencils cookies stamps tickets flowers bottles boxes candies chairs stickers eggs coins
+    balloons shirts cards toys oranges plants bags puzzles cupcakes
+""")
+PLACES = _words("""
+    London Paris Chicago Tokyo Berlin Madrid Sydney Toronto Nairobi Mumbai Cairo Rome Lima Seoul Boston Denver
+    Athens Vienna Dublin Oslo Texas Florida Manchester Moscow Beijing Brazil Kenya Scotland Canada Pakistan
+""")
+TOPICS = _words("""
+    volcano bridge railway glacier parliament orchestra vaccine desert submarine coffee cathedral whale satellite
+    novel museum festival river university battle treaty protein battery telescope harbour forest stadium castle
+    insect mineral language planet empire canal theatre comet wheat copper virus engine island lighthouse symphony
+    painter dynasty election bacteria cricket airport mountain earthquake
+""")
+VERBS = _words("""
+    find count get is sum remove sort max check reverse add filter merge parse convert split compute replace group
+    flatten rotate encode decode validate generate unique common longest shortest min total
+""")
+NOUNS = _words("""
+    list string numbers words elements digits matrix array values pairs prime even odd vowels characters items
+    intervals duplicates substring sequence integer letters index triples range
+""")
 
 # Slots in braces are filled at random. What follows is the target's.
 OPENINGS: dict[str, tuple[str, ...]] = {

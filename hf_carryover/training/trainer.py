@@ -13,10 +13,8 @@ import copy
 import logging
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
-from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..configuration_carryover import CarryoverConfig
@@ -25,19 +23,16 @@ from ..target import TargetHead, check_fit
 from .anchors import (
     Blocks,
     accepted_prefix,
-    block_labels,
     position_weights,
     response_runs,
-    sample_anchors,
-    sample_draws,
-    to_draft_labels,
 )
 from .arguments import CarryoverTrainingArguments
-from .bank import DraftBank, FirstDrafts, fingerprint
+from .bank import DraftBank, fingerprint
 from .data import RecordingCollator, prepare_recordings
+from .drafting import DraftVerifyDraft
 from .losses import acceptance_counts, acceptance_metrics, block_loss
 from .optimizers import MuonAdamW, split_for_muon
-from .verification import Branches, FrozenTarget, RecordedPass
+from .verification import FrozenTarget
 
 
 logger = logging.getLogger(__name__)
@@ -46,7 +41,7 @@ logger = logging.getLogger(__name__)
 HARMLESS_FIELDS = {"attention_dropout", "draft_sampling", "initializer_range", "max_position_embeddings"}
 
 
-class CarryoverTrainer(Trainer):
+class CarryoverTrainer(DraftVerifyDraft):
     """
     Trains a [`CarryoverDrafter`] on recorded responses of its frozen target.
 
@@ -210,33 +205,9 @@ class CarryoverTrainer(Trainer):
             total = self.accelerator.reduce(total, reduction="sum")
         return batches, total
 
-    def add_anchors(self, batch: dict, step: int) -> None:
-        """
-        Sample anchors into `batch` as `sequence_index` and `anchor_positions`, and with a `draft_temperature` the
-        `draws` of their first drafts.
-        """
-        args, examples = self.args, batch["example_index"]
-        batch["sequence_index"], batch["anchor_positions"] = sample_anchors(
-            batch["response_mask"], examples, args.anchors_per_response, args.seed, step
-        )
-        if args.draft_temperature > 0:
-            block_size = self.drafter.config.block_size
-            batch["draws"] = sample_draws(batch["sequence_index"], examples, block_size, args.seed, step)
-
     def _anchor_weight(self, batch: dict) -> torch.Tensor:
         """Sum of the label weights of the sampled anchors, a scalar."""
         return self._label_weights(batch, batch["sequence_index"], batch["anchor_positions"])[1].sum()
-
-    def _label_weights(self, batch: dict, sequence_index, positions):
-        """
-        Draft labels and weights of blocks, and the recorded tokens and whether they exist, each
-        `(num_blocks, block_size)`. A token that the draft vocabulary lacks exists with weight 0.
-        """
-        block_size = self.drafter.config.block_size
-        tokens, exist = block_labels(batch["input_ids"], batch["response_mask"], sequence_index, positions, block_size)
-        token_ids = self.head.token_ids
-        labels, valid = to_draft_labels(tokens, exist, None if token_ids is None else token_ids.to(tokens.device))
-        return labels, valid * self.weights.to(valid.device), tokens, exist
 
     # Draft, verify, draft
 
@@ -305,217 +276,6 @@ class CarryoverTrainer(Trainer):
             "hidden_states": outputs.hidden_states,
         }
 
-    def _carry_recorded(self, batch: dict, recorded: RecordedPass, blocks: Blocks) -> None:
-        """
-        Warm-up: let blocks carry recorded rows instead of rejected ones, `a … a + B - 1 - m` for an `m` drawn at
-        random. Their states do predict what is to be drafted, so that a drafter soon learns where to look; how far
-        rejected rows are to be trusted it learns afterwards.
-        """
-        config = self.drafter.config
-        if not config.carry:
-            return
-        offsets = torch.arange(config.block_size, device=blocks.positions.device)
-        _, exist = block_labels(
-            batch["input_ids"], batch["response_mask"], blocks.sequence_index, blocks.positions, config.block_size
-        )
-        rng = np.random.default_rng([self.args.seed, self.state.global_step, *batch["example_index"].tolist()])
-        rows = torch.from_numpy(rng.integers(0, config.block_size + 1, size=(len(exist), 1))).to(exist.device)
-        places = (blocks.positions.unsqueeze(1) + offsets).clamp(max=batch["input_ids"].shape[1] - 1)
-        sequences = blocks.sequence_index.unsqueeze(1)
-        blocks.carried = {
-            "carried_features": recorded.features[sequences, places],
-            "carried_positions": blocks.positions.unsqueeze(1) + offsets,
-            "carried_mask": exist & (offsets < rows) & blocks.counted.unsqueeze(1),
-        }
-        if config.carried_token is not None:
-            # A recorded row's own token is the proposal there, the recorded next one what the target said.
-            shift = 1 if config.carried_token == "prediction" else 0
-            places = (places + shift).clamp(max=batch["input_ids"].shape[1] - 1)
-            blocks.carried["carried_embeds"] = self.head.embed(batch["input_ids"][sequences, places], exist.device)
-
-    # First drafts kept on disk
-
-    def _bank_paths(self, batch: dict) -> list[Path]:
-        lengths = batch["attention_mask"].sum(dim=1).tolist()
-        examples = batch["example_index"].tolist()
-        return [
-            self.bank.path(ids[:length], example)
-            for ids, length, example in zip(batch["input_ids"], lengths, examples, strict=True)
-        ]
-
-    @torch.no_grad()
-    def _fill_bank(self, batch: dict) -> None:
-        """Draft and verify the recordings of a batch that the bank does not hold."""
-        paths = self._bank_paths(batch)
-        missing = [row for row, path in enumerate(paths) if not path.exists()]
-        if not missing:
-            return
-        names = ("input_ids", "attention_mask", "response_mask", "example_index")
-        part = {name: batch[name][missing] for name in names}
-        self.add_anchors(part, step=0)
-        recorded = self.target.record(part["input_ids"], part["attention_mask"], keep_cache=True, keep_logits=False)
-        healthy = self._drop_non_finite(recorded, part["attention_mask"])
-        self.target.remember(part["input_ids"], part["attention_mask"], recorded.features)
-        sequence_index, positions = part["sequence_index"], part["anchor_positions"]
-        blocks = Blocks(sequence_index, positions, healthy[sequence_index], carried={})
-        anchors = part["input_ids"][sequence_index, positions]
-        logits = self._draft(self.first_drafter, recorded.features, anchors, blocks, previous=None).logits
-        proposals = self.roll_out(logits, anchors, self.args.draft_temperature, part.get("draws"), self.first_drafter)
-        _, _, tokens, exist = self._label_weights(part, sequence_index, positions)
-        accepted = accepted_prefix(proposals, tokens, exist)
-        kept = blocks.counted & (response_runs(part["response_mask"])[sequence_index, positions] >= accepted + 2)
-        sequence_index, positions = sequence_index[kept], positions[kept]
-        accepted, proposals = accepted[kept], proposals[kept]
-        rejected = torch.arange(1, proposals.shape[1] + 1, device=proposals.device) > accepted.unsqueeze(1)
-        branches = Branches(proposals, sequence_index, positions, accepted, rejected)
-        features, predictions = self.target.verify(recorded, branches, predict=True)
-        for row, place in enumerate(missing):
-            own = (sequence_index == row) & torch.isfinite(features).flatten(1).all(dim=1)
-            drafts = FirstDrafts(positions[own], accepted[own], proposals[own], predictions[own])
-            drafts.features = features[own][rejected[own]]
-            self.bank.save(paths[place], drafts)
-
-    def _banked(self, batch: dict, healthy: torch.BoolTensor) -> Blocks:
-        """The shifted anchors and carried rows of the first drafts in the bank."""
-        config, device = self.drafter.config, batch["input_ids"].device
-        drafts = [self.bank.load(path, with_features=config.carries_states) for path in self._bank_paths(batch)]
-        rows = [len(one.positions) for one in drafts]
-        sequence_index = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows)).to(device)
-        anchors, accepted, proposals, predictions = (
-            torch.cat([getattr(one, name) for one in drafts]).to(device)
-            for name in ("positions", "accepted", "proposals", "predictions")
-        )
-        if not len(anchors):  # one block that doesn't count, so that there is a graph
-            one = batch["input_ids"].new_zeros(1)
-            return Blocks(one, one, one > 0, carried={}, first_accepted=one)
-        blocks = Blocks(sequence_index, anchors + accepted + 1, healthy[sequence_index], {}, first_accepted=accepted)
-        if config.carry:
-            offsets = torch.arange(1, proposals.shape[1] + 1, device=device)
-            rejected = (offsets > accepted.unsqueeze(1)) & blocks.counted.unsqueeze(1)
-            width = (*proposals.shape, config.feature_size)
-            features = (
-                torch.cat([one.dense_features() for one in drafts]).to(device)
-                if config.carries_states
-                else torch.zeros(width, device=device)
-            )
-            blocks.carried = {
-                "carried_features": features,
-                "carried_positions": anchors.unsqueeze(1) + offsets,
-                "carried_mask": rejected,
-            }
-            if config.carried_token is not None:
-                tokens = predictions if config.carried_token == "prediction" else proposals
-                blocks.carried["carried_embeds"] = self.head.embed(tokens, device)
-        return blocks
-
-    def _draft(self, model, features, anchors, blocks: Blocks, previous):
-        embeds = self.head.embed(anchors, features.device).detach()
-        return model(
-            # What doesn't count must be finite all the same: 0 times NaN is NaN.
-            anchor_embeds=torch.where(blocks.counted.unsqueeze(1), embeds, 0.0),
-            anchor_positions=blocks.positions,
-            features=features,
-            sequence_index=blocks.sequence_index,
-            mask_embeds=self.head.mask_embeds,
-            previous_ids=previous,
-            head_weight=self.head.weight,
-            head_bias=self.head.bias,
-            **blocks.carried,
-        )
-
-    @torch.no_grad()
-    def _shift(self, batch: dict, recorded: RecordedPass, blocks: Blocks, draws: torch.Tensor | None) -> Blocks:
-        """Steps 1 to 3: first draft, verification, and the shifted anchors with their carried rows."""
-        anchors = batch["input_ids"][blocks.sequence_index, blocks.positions]
-        outputs = self._draft(self.drafter, recorded.features, anchors, blocks, previous=None)
-        proposals = self.roll_out(outputs.logits, anchors, self.args.draft_temperature, draws)
-        _, _, tokens, exist = self._label_weights(batch, blocks.sequence_index, blocks.positions)
-        accepted = accepted_prefix(proposals, tokens, exist)
-        # x_{a'} must be the target's own token and have a recorded successor.
-        runs = response_runs(batch["response_mask"])[blocks.sequence_index, blocks.positions]
-        kept = blocks.counted & (runs >= accepted + 2)
-        counted = kept
-        if not kept.any():  # keep one, uncounted, so that there is a graph
-            kept = torch.arange(len(kept), device=kept.device) == 0
-        last = batch["input_ids"].shape[1] - 1  # the uncounted one may be shifted past it
-        shifted = Blocks(
-            sequence_index=blocks.sequence_index[kept],
-            positions=(blocks.positions + accepted + 1)[kept].clamp(max=last),
-            counted=counted[kept],
-            carried={},
-            first_accepted=accepted[kept],
-        )
-        if self.drafter.config.carry:
-            self._carry(recorded, shifted, proposals[kept], blocks.positions[kept])
-        return shifted
-
-    def _carry(self, recorded: RecordedPass, shifted: Blocks, proposals: torch.LongTensor, anchor_positions) -> None:
-        """Step 2 for the rejected rows of the blocks that are kept: verify them, and let `shifted` carry them."""
-        rows = torch.arange(1, proposals.shape[1] + 1, device=proposals.device)
-        # A block that doesn't count carries nothing: its sequence may be one whose features are not finite.
-        rejected = (rows > shifted.first_accepted.unsqueeze(1)) & shifted.counted.unsqueeze(1)
-        branches = Branches(
-            tokens=proposals,
-            sequence_index=shifted.sequence_index,
-            anchor_positions=anchor_positions,
-            accepted=shifted.first_accepted,
-            verify=rejected,
-        )
-        token = self.drafter.config.carried_token
-        features, predictions = self.target.verify(recorded, branches, predict=token == "prediction")
-        finite = torch.isfinite(features).flatten(1).all(dim=1)
-        if not bool(finite.all()):
-            bad = int((~finite).sum())
-            self.skipped_blocks += bad
-            features = torch.where(finite[:, None, None], features, 0.0)
-            logger.warning(f"Skipped {bad} blocks with verified states not finite ({self.skipped_blocks} so far).")
-        shifted.counted = shifted.counted & finite
-        shifted.carried = {
-            "carried_features": features,
-            "carried_positions": anchor_positions.unsqueeze(1) + rows,
-            "carried_mask": rejected & finite.unsqueeze(1),
-        }
-        if token is not None:
-            tokens = proposals if predictions is None else predictions
-            shifted.carried["carried_embeds"] = self.head.embed(tokens, features.device)
-
-    @torch.no_grad()
-    def roll_out(
-        self,
-        logits: torch.Tensor,
-        anchors: torch.LongTensor,
-        temperature: float = 0.0,
-        draws: torch.Tensor | None = None,
-        drafter: CarryoverDrafter | None = None,
-    ) -> torch.LongTensor:
-        """
-        Proposals `(num_blocks, block_size)`, target ids, from base logits (without Markov bias), left to right.
-
-        Args:
-            logits (`torch.Tensor` of shape `(num_blocks, block_size, output_vocab_size)`): Of the target's head.
-            anchors (`torch.LongTensor` of shape `(num_blocks,)`): Anchor tokens.
-            temperature (`float`, *optional*, defaults to 0.0): 0 takes the likeliest token.
-            draws (`torch.Tensor` of shape `(num_blocks, block_size)`, *optional*):
-                Uniform numbers that decide what is sampled; needed with a temperature.
-            drafter ([`CarryoverDrafter`], *optional*): Whose Markov head, by default the trained drafter's.
-        """
-        markov, token_ids = (drafter or self.drafter).markov_head, self.head.token_ids
-        previous, drawn = anchors, []
-        for k in range(logits.shape[1]):
-            scores = logits[:, k].float()
-            if markov is not None:
-                scores = scores + markov(previous).float()
-            if temperature:
-                levels = torch.softmax(scores / temperature, dim=-1).cumsum(dim=-1)
-                # Scaled by the last level, which rounding may leave beside 1.
-                level = draws[:, k : k + 1] * levels[:, -1:]
-                token = torch.searchsorted(levels, level, right=True).squeeze(1).clamp(max=levels.shape[1] - 1)
-            else:
-                token = scores.argmax(dim=-1)
-            previous = token if token_ids is None else token_ids[token]
-            drawn.append(previous)
-        return torch.stack(drawn, dim=1)
-
     def _target_probs(self, logits: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         """The target's probabilities of the draft tokens for labels `x_{a+1} …`: recorded logits at `a … a+B-1`."""
         offsets = torch.arange(self.drafter.config.block_size, device=logits.device)
@@ -524,27 +284,6 @@ class CarryoverTrainer(Trainer):
         if self.head.token_ids is not None:
             probs = probs[..., self.head.token_ids]
         return probs[blocks.sequence_index.unsqueeze(1), rows]
-
-    def _drop_non_finite(self, recorded: RecordedPass, attention_mask: torch.Tensor) -> torch.BoolTensor:
-        """Zero and count sequences whose features or logits are not finite; returns which sequences are healthy."""
-        finite = torch.isfinite(recorded.features).all(dim=-1)
-        if recorded.logits is not None:  # -inf is a token that the target never produces
-            finite &= ~(recorded.logits.isnan() | recorded.logits.isposinf()).any(dim=-1)
-        healthy = (finite | (attention_mask == 0)).all(dim=1)
-        if not bool(finite.all()):
-            # Padding too: nothing sees it, but a weight of 0 times NaN is NaN. Where it counts, 0 has no gradient.
-            keep = (healthy.unsqueeze(1) & finite).unsqueeze(-1)
-            recorded.features = torch.where(keep, recorded.features, 0.0)
-            if recorded.logits is not None:
-                recorded.logits = torch.where(keep, recorded.logits, 0.0)
-        if not bool(healthy.all()):
-            bad = int((~healthy).sum())
-            self.skipped_sequences += bad
-            logger.warning(
-                f"Skipped {bad} recordings whose target features are not finite ({self.skipped_sequences} so far). "
-                "Run the target in a wider dtype, or remove them."
-            )
-        return healthy
 
     # Logging and evaluation
 
