@@ -46,6 +46,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from . import __version__
 from .demo_report import PLAIN, Comparison, Difference, Run, gains, print_result, table, verdict
 from .smollm2 import load_smollm2
+from .training.chat import normalize_tools, place_tools
 
 
 MODEL_CARDS = Path(__file__).resolve().parent.parent / "model_cards"
@@ -167,10 +168,7 @@ def encode(tokenizer: Any, messages: list[dict[str, str]], tools: list[dict[str,
     Returns:
         [`~transformers.BatchEncoding`]: `input_ids` and `attention_mask`, of shape `(1, sequence_length)`.
     """
-    if tools and "tools" not in (tokenizer.chat_template or ""):
-        listing = "\n".join(json.dumps(tool) for tool in tools)
-        system = f"You can call these functions. Answer with one call as JSON, with name and arguments.\n{listing}"
-        messages, tools = [{"role": "system", "content": system}, *messages], None
+    messages, tools = place_tools(tokenizer.chat_template, messages, normalize_tools(tools, "tools"))
     return tokenizer.apply_chat_template(
         messages, tools=tools, add_generation_prompt=True, return_tensors="pt", return_dict=True
     ).to(device)

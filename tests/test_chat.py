@@ -6,9 +6,9 @@ import json
 
 import pytest
 from datasets import Dataset, DatasetDict
-from recording_helpers import PROMPTS, make_tokenizer
+from recording_helpers import CHATML, PROMPTS, make_tokenizer
 
-from hf_carryover.training.chat import RecordingError, iter_prompts
+from hf_carryover.training.chat import ChatTemplate, RecordingError, iter_prompts
 
 
 @pytest.fixture
@@ -61,6 +61,22 @@ def test_prompt_forms(tokenizer, row, segments):
     expected = tokenizer.apply_chat_template(segments[0], add_generation_prompt=True, return_dict=False)
     assert prompt.prompt_ids.tolist() == expected
     assert tokenizer.decode(expected).endswith("<|im_start|>assistant\n")
+
+
+def test_template_without_a_place_for_tools_gets_them_in_a_system_message():
+    template = CHATML.partition("{% endif %}")[2]
+    assert "tools" not in template
+    tokenizer = make_tokenizer(template)
+    tool = {"name": "add", "parameters": {"type": "dict"}}
+    rows = [{"turns": ["hi"], "tools": [tool]}, {"turns": ["hi"], "tools": [tool], "system": "be kind"}]
+    texts = [tokenizer.decode(prompt.prompt_ids) for prompt in iter_prompts(rows, tokenizer)]
+    listing = '{"name": "add", "parameters": {"type": "object"}}'
+    for text in texts:
+        assert text.count("<|im_start|>system") == 1 and listing in text
+        assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert "system\nbe kind\n\n" in texts[1]
+    around = ChatTemplate(tokenizer).around([], "user", [], [{"name": "add", "parameters": {"type": "object"}}])
+    assert listing in around[0] and around[0].endswith("<|im_start|>user\n")
 
 
 def test_tools_reach_the_template_as_json_schema(tokenizer):

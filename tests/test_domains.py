@@ -57,6 +57,22 @@ def test_passages_alone_may_be_cut():
         assert found == expected or row["turns"][0].endswith("```")  # of the library: nothing was written
 
 
+def test_function_calls_have_a_function():
+    for row in domains.steered_prompts(write, 16, seed=0):
+        assert ("tools" in row) == row["id"].startswith("tool_call")
+    assert domains.function_for("Find the area of a triangle with base 10. Please.") == {
+        "name": "find_area_triangle",
+        "description": "Find the area of a triangle with base 10.",
+        "parameters": {
+            "type": "object",
+            "properties": {"base": {"type": "integer", "description": "The base of the triangle."},
+                           "please": {"type": "string", "description": "The please of the triangle."}},
+            "required": ["base"],
+        },
+    }  # fmt: skip
+    assert domains.function_for("?")["name"] == "answer"
+
+
 def test_chosen_domains_alone():
     rows = domains.steered_prompts(write, 5, ["math", "qa"], seed=0)
     assert [row["id"] for row in rows] == ["math-0", "qa-0", "math-1", "math-2", "qa-1"]

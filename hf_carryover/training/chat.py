@@ -225,7 +225,7 @@ def parse_prompt(row: Any, where: str) -> ChatPrompt:
         raise RecordingError(f"{where}: {column!r} has no user turn to answer. Add one or drop the row.")
     if row.get("system") and segments[0][0]["role"] != "system":
         segments[0].insert(0, {"role": "system", "content": row["system"]})
-    tools = _tools(row.get("tools"), where)
+    tools = normalize_tools(row.get("tools"), where)
     name = next((row[key] for key in ("id", "prompt_id") if row.get(key) is not None), None)
     # Equal prompts get equal names, and so always stand on the same side of a split.
     name = f"{stable_hash(segments, tools):016x}" if name is None else str(name)
@@ -261,7 +261,8 @@ def _split_at_answers(messages: list[dict]) -> list[list[dict]]:
     return segments
 
 
-def _tools(tools: Any, where: str) -> list[dict] | None:
+def normalize_tools(tools: Any, where: str) -> list[dict] | None:
+    """Function schemas in the one form that templates know."""
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
@@ -273,6 +274,27 @@ def _tools(tools: Any, where: str) -> list[dict] | None:
         raise RecordingError(f"{where}: `tools` is {str(tools)[:60]!r}, expected a list of function schemas.")
     tools = [_schema(tool) for tool in tools]
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def place_tools(chat_template: str | None, messages: list[dict], tools: list[dict] | None):
+    """
+    Messages and tools as a chat template takes them: one without a place for tools gets them in a system message.
+
+    Args:
+        chat_template (`str`, *optional*): The template's text.
+        messages (`list[dict]`): The conversation.
+        tools (`list[dict]`, *optional*): Function schemas.
+
+    Returns:
+        `tuple[list[dict], list[dict] | None]`: messages, and the tools if the template knows them.
+    """
+    if not tools or "tools" in (chat_template or ""):
+        return messages, tools or None
+    listing = "\n".join(json.dumps(tool.get("function", tool)) for tool in tools)
+    system = f"You can call these functions. Answer with one call as JSON, with name and arguments.\n{listing}"
+    if messages and messages[0]["role"] == "system" and isinstance(messages[0]["content"], str):
+        system, messages = f"{messages[0]['content']}\n\n{system}", messages[1:]
+    return [{"role": "system", "content": system}, *messages], None
 
 
 def _schema(node: Any) -> Any:
@@ -316,6 +338,7 @@ class ChatTemplate:
 
     def ids(self, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
         """Token ids up to the place where the target starts to answer."""
+        messages, tools = place_tools(self.tokenizer.chat_template, messages, tools)
         return list(
             self.tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False, **self.variables
@@ -331,8 +354,11 @@ class ChatTemplate:
 
     def around(self, before: list[dict], role: str, after: list[dict], tools=None) -> tuple[str, str]:
         """The text before and after the content of one message of `role`."""
+        messages, tools = place_tools(
+            self.tokenizer.chat_template, [*before, {"role": role, "content": SENTINEL}, *after], tools
+        )
         text = self.tokenizer.apply_chat_template(
-            [*before, {"role": role, "content": SENTINEL}, *after],
+            messages,
             tools=tools,
             add_generation_prompt=bool(after),
             tokenize=False,

@@ -9,6 +9,7 @@ completed.
 
 import ast
 import random
+import re
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -243,6 +244,12 @@ SECOND_TURNS = (
     "How would you test that?",
     "Rewrite it as a list of bullet points.",
 )
+STOP_WORDS = frozenset(
+    _words("""
+    the and for with from that this what which who how much many does did are was were you your can could would will
+    its has have had all any each into than then there their them they but not out over under
+""")
+)
 DOMAINS = ("code", "tool_call", "math", "qa", "rag", "summarization", "translation", "chat")
 
 
@@ -335,6 +342,27 @@ def _documented_functions(file: Path):
             )
 
 
+def function_for(turn: str) -> dict:
+    """
+    The schema of a function that a request could be answered with, made of the request's own words.
+
+    Example: "Find the area of a triangle with base 10" gives `find_area_triangle` with a parameter `base`.
+    """
+    words = [word for word in re.findall(r"[a-z]+", turn.lower()) if len(word) > 2 and word not in STOP_WORDS]
+    words = list(dict.fromkeys(words)) or ["answer"]
+    name, rest = words[:3], words[3:6] or words[-1:]
+    kind = "integer" if re.search(r"\d", turn) else "string"
+    properties = {
+        word: {"type": kind if place == 0 else "string", "description": f"The {word} of the {name[-1]}."}
+        for place, word in enumerate(rest)
+    }
+    return {
+        "name": "_".join(name),
+        "description": f"{turn.split('.')[0][:80].strip()}.",
+        "parameters": {"type": "object", "properties": properties, "required": rest[:1]},
+    }
+
+
 def steered_prompts(
     write: Callable[[list[str], int, int, bool], list[str]], n: int, domains=DOMAINS, seed: int = 0
 ) -> list[dict]:
@@ -349,7 +377,8 @@ def steered_prompts(
         seed (`int`, *optional*, defaults to `0`): Seed of all draws.
 
     Returns:
-        `list[dict]`: rows with `id` (`"code-17"`) and `turns`; of `"chat"` every third has a second turn.
+        `list[dict]`: rows with `id` (`"code-17"`) and `turns`; of `"chat"` every third has a second turn, of
+        `"tool_call"` all have `tools`.
     """
     domains = list(domains)
     check_domains(domains)
@@ -369,7 +398,9 @@ def steered_prompts(
                 written = write(question_openings(written, seed), wanted, derive_seed(own, "question"), False)
             turns += written
         for number, turn in enumerate(turns):
-            row = {"id": f"{domain}-{number}", "turns": [turn]}
+            row: dict = {"id": f"{domain}-{number}", "turns": [turn]}
+            if domain == "tool_call":
+                row["tools"] = [function_for(turn)]
             if domain == "chat" and number % 3 == 0:
                 row["turns"] = [turn, SECOND_TURNS[number // 3 % len(SECOND_TURNS)]]
             # Evenly spread over the list, each domain with its own offset.
