@@ -17,6 +17,7 @@ itself. Neither times nor outputs come out of it: those need `generate`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -58,6 +59,39 @@ class _Streams:
     sequence: torch.LongTensor
     anchor: torch.LongTensor
     carried: dict
+    predictions: torch.LongTensor | None = None
+
+
+@dataclass
+class ReplayedRound:
+    """
+    What an observer of a [`Replay`] sees of a round: `num_streams` responses, one anchor each.
+
+    Args:
+        names (`list[str]`): The recording of each stream.
+        input_ids (`torch.LongTensor` of shape `(num_streams, length)`): Its tokens.
+        anchors (`torch.LongTensor` of shape `(num_streams,)`): Positions `a`.
+        tokens, exist (of shape `(num_streams, block_size)`): Recorded `x_{a+1} … x_{a+B}`, and which exist.
+        carried (`dict`): What the drafter was given, see [`CarryoverDrafter.forward`]; empty without carry.
+        predictions (`torch.LongTensor` of shape `(num_streams, block_size)`, *optional*):
+            The target's likeliest next token behind each carried row.
+        hidden_states (`torch.Tensor` of shape `(num_streams, block_size, target_hidden_size)`): Drafted.
+        proposals (`torch.LongTensor` of shape `(num_streams, block_size)`), accepted (of shape `(num_streams,)`):
+            `y_1 … y_B` and `m`.
+        draft (`Callable[[dict], torch.Tensor]`): Drafts the same anchors with other carried rows; hidden states.
+    """
+
+    names: list[str]
+    input_ids: torch.LongTensor
+    anchors: torch.LongTensor
+    tokens: torch.LongTensor
+    exist: torch.BoolTensor
+    carried: dict
+    predictions: torch.LongTensor | None
+    hidden_states: torch.Tensor
+    proposals: torch.LongTensor
+    accepted: torch.LongTensor
+    draft: Callable[[dict], torch.Tensor]
 
 
 class Replay:
@@ -71,16 +105,25 @@ class Replay:
             Of the recordings: 0 for greedy responses, else the temperature they were sampled at (with no top-k or
             top-p).
         seed (`int`, *optional*, defaults to 0): Of the draws, with a temperature.
+        observers (`Sequence[Callable[[ReplayedRound], None]]`, *optional*): Called with every round.
 
     Raises:
         ValueError: If drafter and target do not fit, or the temperature is negative.
     """
 
-    def __init__(self, drafter: CarryoverDrafter, target: nn.Module, temperature: float = 0.0, seed: int = 0):
+    def __init__(
+        self,
+        drafter: CarryoverDrafter,
+        target: nn.Module,
+        temperature: float = 0.0,
+        seed: int = 0,
+        observers: Sequence[Callable[[ReplayedRound], None]] = (),
+    ):
         if temperature < 0:
             raise ValueError(f"`temperature` must be 0 (greedy) or positive, got {temperature}.")
         check_fit(drafter, target)
         self.drafter, self.temperature, self.seed = drafter.eval(), temperature, seed
+        self.observers = list(observers)
         self.target = FrozenTarget(target, drafter.config.target_layer_ids)
         if drafter.config.carry:
             self.target.check_branches()
@@ -127,7 +170,7 @@ class Replay:
         results = [ReplayedResponse(name) for name in names]
         streams = self._next(batch, runs, torch.arange(len(examples), device=device), None, {})
         while streams is not None:
-            proposals, accepted = self._round(batch, memory, recorded.logits, streams)
+            proposals, accepted = self._round(batch, memory, recorded.logits, streams, names)
             left = runs[streams.sequence, streams.anchor]
             committed = torch.minimum(accepted + 1, left)
             held = streams.carried["carried_mask"].sum(dim=1).tolist() if streams.carried else [0] * len(left)
@@ -137,11 +180,13 @@ class Replay:
                 results[sequence].committed.append(count)
                 results[sequence].carried.append(carried)
             goes_on = left > accepted + 1
-            carried = self._carry(recorded, streams, proposals, accepted, goes_on)
-            streams = self._next(batch, runs, streams.sequence, streams.anchor + committed, carried, goes_on)
+            carried, predictions = self._carry(recorded, streams, proposals, accepted, goes_on)
+            streams = self._next(
+                batch, runs, streams.sequence, streams.anchor + committed, carried, goes_on, predictions
+            )
         return results
 
-    def _next(self, batch, runs, sequence, anchor, carried: dict, goes_on=None) -> _Streams | None:
+    def _next(self, batch, runs, sequence, anchor, carried: dict, goes_on=None, predictions=None) -> _Streams | None:
         """
         The streams' next anchors. A response, or a later turn of it, starts at its own first token, as after a
         prefill, with nothing carried.
@@ -161,22 +206,28 @@ class Replay:
         kept = {name: value[running] for name, value in carried.items()}
         if kept:
             kept["carried_mask"] = kept["carried_mask"] & goes_on[running].unsqueeze(1)
-        return _Streams(sequence[running], anchor[running], kept)
+        predictions = None if predictions is None else predictions[running]
+        return _Streams(sequence[running], anchor[running], kept, predictions)
 
-    def _round(self, batch, memory, target_logits, streams: _Streams) -> tuple[torch.LongTensor, torch.LongTensor]:
+    def _round(
+        self, batch, memory, target_logits, streams: _Streams, names: list[str]
+    ) -> tuple[torch.LongTensor, torch.LongTensor]:
         """Draft and judge: proposals `(num_streams, block_size)` and how many are accepted, `(num_streams,)`."""
         drafter, head = self.drafter, self.head
         anchors = batch["input_ids"][streams.sequence, streams.anchor]
-        output = drafter(
-            anchor_embeds=head.embed(anchors, drafter.device),
-            anchor_positions=streams.anchor,
-            sequence_index=streams.sequence,
-            mask_embeds=head.mask_embeds,
-            head_weight=head.weight,
-            head_bias=head.bias,
-            memory=memory,
-            **streams.carried,
-        )
+
+        def draft(carried: dict) -> torch.Tensor:
+            return drafter(
+                anchor_embeds=head.embed(anchors, drafter.device),
+                anchor_positions=streams.anchor,
+                sequence_index=streams.sequence,
+                mask_embeds=head.mask_embeds,
+                memory=memory,
+                **carried,
+            ).hidden_states
+
+        hidden_states = draft(streams.carried)
+        logits = drafter.logits(hidden_states, head.weight, head.bias)
         tokens, exist = block_labels(
             batch["input_ids"], batch["response_mask"], streams.sequence, streams.anchor, drafter.config.block_size
         )
@@ -184,7 +235,7 @@ class Replay:
         alive = torch.ones_like(anchors, dtype=torch.bool)
         previous, proposals = anchors, []
         for k in range(tokens.shape[1]):
-            scores = output.logits[:, k].float()
+            scores = logits[:, k].float()
             if drafter.markov_head is not None:
                 scores = scores + drafter.markov_head(previous).float()
             if self.temperature:
@@ -199,7 +250,24 @@ class Replay:
             alive = alive & passed
             accepted += alive
             proposals.append(previous)
-        return torch.stack(proposals, dim=1), accepted
+        drawn = torch.stack(proposals, dim=1)
+        for observe in self.observers:
+            observe(
+                ReplayedRound(
+                    names=[names[i] for i in streams.sequence.tolist()],
+                    input_ids=batch["input_ids"][streams.sequence],
+                    anchors=streams.anchor,
+                    tokens=tokens,
+                    exist=exist,
+                    carried=streams.carried,
+                    predictions=streams.predictions,
+                    hidden_states=hidden_states,
+                    proposals=drawn,
+                    accepted=accepted,
+                    draft=draft,
+                )
+            )
+        return drawn, accepted
 
     def _draw(self, q: torch.Tensor, p: torch.Tensor, committed: torch.LongTensor, judged: torch.BoolTensor):
         """
@@ -228,25 +296,25 @@ class Replay:
         drawn = drawn.squeeze(1) if token_ids is None else token_ids[drawn.squeeze(1)]
         return torch.where(passed, committed, drawn), passed
 
-    def _carry(self, recorded, streams: _Streams, proposals, accepted, goes_on) -> dict:
-        """The rejected rows of the streams that go on, verified by the target."""
+    def _carry(self, recorded, streams: _Streams, proposals, accepted, goes_on) -> tuple[dict, torch.Tensor | None]:
+        """The rejected rows of the streams that go on, verified by the target, and what it predicts behind them."""
         if not self.drafter.config.carry:
-            return {}
+            return {}, None
         rows = torch.arange(1, proposals.shape[1] + 1, device=proposals.device)
         rejected = (rows > accepted.unsqueeze(1)) & goes_on.unsqueeze(1)
         token = self.drafter.config.carried_token
         branches = Branches(proposals, streams.sequence, streams.anchor, accepted, rejected)
-        features, predictions = self.target.verify(recorded, branches, predict=token == "prediction")
+        predict = token == "prediction" or bool(self.observers)
+        features, predictions = self.target.verify(recorded, branches, predict=predict)
         carried = {
             "carried_features": features,
             "carried_positions": streams.anchor.unsqueeze(1) + rows,
             "carried_mask": rejected,
         }
         if token is not None:
-            carried["carried_embeds"] = self.head.embed(
-                proposals if predictions is None else predictions, self.drafter.device
-            )
-        return carried
+            tokens = predictions if token == "prediction" else proposals
+            carried["carried_embeds"] = self.head.embed(tokens, self.drafter.device)
+        return carried, predictions
 
 
 def acceptance_length(responses: list[ReplayedResponse]) -> float:
@@ -255,4 +323,4 @@ def acceptance_length(responses: list[ReplayedResponse]) -> float:
     return sum(sum(response.committed) for response in responses) / rounds if rounds else float("nan")
 
 
-__all__ = ["Replay", "ReplayedResponse", "acceptance_length"]
+__all__ = ["Replay", "ReplayedResponse", "ReplayedRound", "acceptance_length"]

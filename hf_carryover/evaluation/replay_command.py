@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from ..modeling_carryover import CarryoverDrafter
 from ..training.loading import load_recordings
+from .analysis import prompt_set
 from .replay import Replay, ReplayedResponse, acceptance_length
 
 
@@ -48,12 +49,6 @@ def named(values: list[str], what: str) -> dict[str, str]:
             raise ValueError(f"{what} {value!r}: expected NAME=DIR with a name of its own.")
         pairs[name] = rest
     return pairs
-
-
-def prompt_set(name: str) -> str:
-    """The set a recording belongs to: its id without the number at the end."""
-    head, _, tail = name.rpartition("-")
-    return head if tail.isdigit() and head else name
 
 
 def run(args: ReplayArguments) -> dict:
