@@ -6,12 +6,12 @@ import json
 from collections import Counter
 
 import pytest
-from recording_helpers import PROMPTS, Script, make_model, make_tokenizer
+from recording_helpers import PROMPTS, Script, encode, make_model, make_tokenizer
 
 from hf_carryover.training import domains, recording
 from hf_carryover.training.chat import RecordingError
 from hf_carryover.training.overlap import OverlapFilter, ngrams
-from hf_carryover.training.self_prompting import self_prompts
+from hf_carryover.training.self_prompting import WantedTurns, self_prompts, write_turns
 
 
 def test_openings_are_filled_and_decided_by_the_seed():
@@ -32,8 +32,11 @@ def test_questions_end_behind_their_passage():
         assert set(lines[:-1]) <= set(passages)
 
 
-def write(openings, wanted, seed, unfinished):
-    return [f"{opening} [{seed}] [{unfinished}]" for opening in openings[:wanted]]
+def write(kinds):
+    return [
+        [f"{opening} [{kind.seed}] [{kind.keep_unfinished}]" for opening in kind.openings[: kind.number]]
+        for kind in kinds
+    ]
 
 
 def test_domains_have_equal_shares_all_along():
@@ -108,6 +111,26 @@ def test_unfinished_turns_are_kept_on_request():
     assert counts["kept"] == 2
 
 
+def test_kinds_are_written_together_and_do_not_depend_on_each_other():
+    answers = {"a: ": ["one<|im_end|>", "endless", "three<|im_end|>"], "b: ": ["long enough<|im_end|>"]}
+
+    class Engine:
+        calls = 0
+
+        def __call__(self, prompts, seeds):
+            self.calls += 1
+            texts = [make_tokenizer().decode(ids).removeprefix("<|im_start|>user\n") for ids in prompts]
+            assert len(set(seeds)) == len(seeds)
+            return [encode(answers[text].pop(0)) for text in texts]
+
+    engine = Engine()
+    kinds = [WantedTurns(2, ["a: "], seed=1), WantedTurns(1, ["b: "], seed=2)]
+    written, counts = write_turns(engine, make_tokenizer(), kinds, min_prompt_tokens=1)
+    assert written == [{0: "a: one", 2: "a: three"}, {0: "b: long enough"}]
+    assert engine.calls == 2, "one for all, one for what is missing"
+    assert counts == {"kept": 3, "unfinished": 1, "drawn": 4}
+
+
 # Overlap
 
 
@@ -156,11 +179,11 @@ def test_command_drops_what_overlaps(tmp_path, target, capsys):
 
 
 def test_command_steers_and_another_recording_reuses_the_prompts(tmp_path, target, capsys, monkeypatch):
-    def written_by_target(model, tokenizer, n, *, openings, **kwargs):
-        rows = [{"id": "x", "messages": [{"role": "user", "content": text + " so"}]} for text in openings[:n]]
-        return rows, Counter()
+    def written_by_target(model, tokenizer, kinds, **kwargs):
+        texts = [dict(enumerate(text + " so" for text in kind.openings[: kind.number])) for kind in kinds]
+        return texts, Counter()
 
-    monkeypatch.setattr(recording, "self_prompts", written_by_target)
+    monkeypatch.setattr(recording, "write_turns", written_by_target)
     first = tmp_path / "greedy"
     arguments = ["--target", target, "--max-new-tokens", "8", "--max-repetition", "1", "--device", "cpu"]
     steered = ["--self-prompts", "4", "--domains", "qa", "math", "--self-prompt-max-tokens", "60"]

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .chat import RecordingError, derive_seed
+from .self_prompting import WantedTurns
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -250,6 +251,7 @@ STOP_WORDS = frozenset(
     its has have had all any each into than then there their them they but not out over under
 """)
 )
+CUT_ANYWHERE = ("rag", "summarization")
 DOMAINS = ("code", "tool_call", "math", "qa", "rag", "summarization", "translation", "chat")
 
 
@@ -364,14 +366,13 @@ def function_for(turn: str) -> dict:
 
 
 def steered_prompts(
-    write: Callable[[list[str], int, int, bool], list[str]], n: int, domains=DOMAINS, seed: int = 0
+    write: Callable[[list[WantedTurns]], list[list[str]]], n: int, domains=DOMAINS, seed: int = 0
 ) -> list[dict]:
     """
     Prompts of several domains in equal shares, mixed so that every part of the list holds them alike.
 
     Args:
-        write (`Callable[[list[str], int, int, bool], list[str]]`):
-            Continues user turns: from beginnings, the number wanted, a seed, and whether unfinished ones are welcome.
+        write (`Callable[[list[WantedTurns]], list[list[str]]]`): Writes user turns of several kinds.
         n (`int`): Number of prompts wanted, all domains together.
         domains (`Iterable[str]`, *optional*): Names out of `DOMAINS`.
         seed (`int`, *optional*, defaults to `0`): Seed of all draws.
@@ -382,27 +383,28 @@ def steered_prompts(
     """
     domains = list(domains)
     check_domains(domains)
+    turns = {name: stdlib_functions(n // len(domains) // 3, seed) if name == "code" else [] for name in domains}
+    shares = [n // len(domains) + (index < n % len(domains)) for index in range(len(domains))]
+    wanted = {name: share - len(turns[name]) for name, share in zip(domains, shares) if share > len(turns[name])}
+    # A passage may be cut anywhere.
+    kinds = [
+        WantedTurns(number, domain_openings(name, 2 * number, seed), derive_seed(seed, name), name in CUT_ANYWHERE)
+        for name, number in wanted.items()
+    ]
+    for name, written in zip(wanted, write(kinds) if kinds else []):
+        if name == "rag" and written:
+            questions = question_openings(written, seed)
+            own = derive_seed(derive_seed(seed, name), "question")
+            (written,) = write([WantedTurns(wanted[name], questions, own)])
+        turns[name] += written
     rows: list[tuple[float, dict]] = []
-    for index, domain in enumerate(domains):
-        share = n // len(domains) + (index < n % len(domains))
-        own = derive_seed(seed, domain)
-        turns = []
-        if domain == "code":
-            turns = stdlib_functions(share // 3, seed)
-        wanted = share - len(turns)
-        openings = domain_openings(domain, 2 * wanted, seed)
-        if wanted:
-            # A passage may be cut anywhere.
-            written = write(openings, wanted, own, domain in ("rag", "summarization"))
-            if domain == "rag":
-                written = write(question_openings(written, seed), wanted, derive_seed(own, "question"), False)
-            turns += written
-        for number, turn in enumerate(turns):
-            row: dict = {"id": f"{domain}-{number}", "turns": [turn]}
-            if domain == "tool_call":
+    for index, name in enumerate(domains):
+        for number, turn in enumerate(turns[name]):
+            row: dict = {"id": f"{name}-{number}", "turns": [turn]}
+            if name == "tool_call":
                 row["tools"] = [function_for(turn)]
-            if domain == "chat" and number % 3 == 0:
+            if name == "chat" and number % 3 == 0:
                 row["turns"] = [turn, SECOND_TURNS[number // 3 % len(SECOND_TURNS)]]
             # Evenly spread over the list, each domain with its own offset.
-            rows.append(((number + (index + 0.5) / len(domains)) / max(1, len(turns)), row))
+            rows.append(((number + (index + 0.5) / len(domains)) / len(turns[name]), row))
     return [row for _, row in sorted(rows, key=lambda item: item[0])]

@@ -49,7 +49,7 @@ from .loading import (
     split_recordings,
 )
 from .overlap import NGRAM, OverlapFilter
-from .self_prompting import self_prompts, user_stop_token_ids
+from .self_prompting import WantedTurns, self_prompts, user_stop_token_ids, write_turns
 
 
 __all__ = [
@@ -534,12 +534,10 @@ def _written_prompts(args: RecordingArguments, target, tokenizer, openings: list
 def _steered_prompts(args: RecordingArguments, target, tokenizer, common: dict) -> tuple[list[dict], Counter]:
     counts: Counter = Counter()
 
-    def write(openings: list[str], wanted: int, seed: int, unfinished: bool) -> list[str]:
-        rows, own = self_prompts(
-            target, tokenizer, wanted, seed=seed, openings=openings, keep_unfinished=unfinished, **common
-        )
+    def write(kinds: list[WantedTurns]) -> list[list[str]]:
+        written, own = write_turns(target, tokenizer, kinds, **common)
         counts.update(own)
-        return [row["messages"][0]["content"] for row in rows]
+        return [list(texts.values()) for texts in written]
 
     return steered_prompts(write, args.self_prompts or 0, args.domains or DOMAINS, args.seed), counts
 

@@ -3,6 +3,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
@@ -64,12 +65,75 @@ def self_prompts(
         `tuple[list[dict], Counter]`: prompts with `id` and `messages`, and the numbers of turns drawn, kept and
         dropped, by reason.
     """
+    wanted = WantedTurns(n, list(openings or [""]), seed, keep_unfinished)
+    (texts,), counts = write_turns(
+        generate_ids,
+        tokenizer,
+        [wanted],
+        temperature=temperature,
+        top_p=top_p,
+        min_prompt_tokens=min_prompt_tokens,
+        max_prompt_tokens=max_prompt_tokens,
+        batch_size=batch_size,
+        chat_template_kwargs=chat_template_kwargs,
+    )
+    rows = [
+        {"id": f"self-{seed}-{draw}", "messages": [{"role": "user", "content": text}]} for draw, text in texts.items()
+    ]
+    return rows, counts
+
+
+@dataclass
+class WantedTurns:
+    """
+    User turns of one kind.
+
+    Args:
+        number (`int`): How many are wanted; at most four times as many are drawn.
+        openings (`list[str]`): Their beginnings, used in turn.
+        seed (`int`, *optional*, defaults to `0`): Seed of the draws.
+        keep_unfinished (`bool`, *optional*, defaults to `False`): Whether turns that do not end are kept, cut.
+    """
+
+    number: int
+    openings: list[str]
+    seed: int = 0
+    keep_unfinished: bool = False
+
+    def __post_init__(self):
+        if self.number < 1 or not self.openings:
+            raise RecordingError(
+                f"Got n={self.number} and {len(self.openings)} openings, expected at least one of each."
+            )
+
+
+def write_turns(
+    generate_ids: GenerateIds | PreTrainedModel,
+    tokenizer,
+    kinds: list[WantedTurns],
+    *,
+    temperature: float = 1.0,
+    top_p: float = 0.95,
+    min_prompt_tokens: int = 4,
+    max_prompt_tokens: int = 256,
+    batch_size: int = 8,
+    chat_template_kwargs: dict | None = None,
+) -> tuple[list[dict[int, str]], Counter]:
+    """
+    Lets the target write user turns of several kinds, all of them at once. A kind's turns do not depend on the others.
+
+    Args:
+        kinds (`list[WantedTurns]`): What is wanted.
+        generate_ids, tokenizer, temperature, top_p, min_prompt_tokens, max_prompt_tokens, batch_size,
+        chat_template_kwargs: As in `self_prompts`.
+
+    Returns:
+        `tuple[list[dict[int, str]], Counter]`: of each kind the usable turns by the number of their draw; and the
+        numbers of turns drawn, kept and dropped, by reason.
+    """
     template = ChatTemplate(tokenizer, chat_template_kwargs)
     before = template.around([], "user", [])[0]
     stop_text = template.end_of_turn("user")[1]
-    openings = list(openings or [""])
-    if n < 1 or not openings:
-        raise RecordingError(f"Got n={n} and {len(openings)} openings, expected at least one of each.")
     stops = user_stop_token_ids(template)
     if isinstance(generate_ids, PreTrainedModel):
         stops = user_stop_token_ids(template, generate_ids.generation_config)
@@ -83,34 +147,45 @@ def self_prompts(
             top_p=top_p,
             top_k=0,
         )
-    prefixes = [template.encode(before + opening) for opening in openings]
-    kept, seen, counts = [], set(), Counter()
-    while len(kept) < n and counts["drawn"] < 4 * n:
-        draws = range(counts["drawn"], min(counts["drawn"] + n - len(kept), 4 * n))
-        written = generate_ids(
-            [prefixes[draw % len(openings)] for draw in draws],
-            [derive_seed(seed, "user turn", draw) for draw in draws],
+    written: list[dict[int, str]] = [{} for _ in kinds]
+    seen: list[set[str]] = [set() for _ in kinds]
+    drawn, counts = [0] * len(kinds), Counter[str]()
+    while draws := [
+        (kind, draw)
+        for kind, wanted in enumerate(kinds)
+        for draw in range(drawn[kind], min(drawn[kind] + wanted.number - len(written[kind]), 4 * wanted.number))
+    ]:
+        openings = [kinds[kind].openings[draw % len(kinds[kind].openings)] for kind, draw in draws]
+        answers = generate_ids(
+            [template.encode(before + opening) for opening in openings],
+            [derive_seed(kinds[kind].seed, "user turn", draw) for kind, draw in draws],
         )
-        for draw, ids in zip(draws, written):
+        for (kind, draw), opening, ids in zip(draws, openings, answers):
             text, reason = _user_turn(template, ids, stops, stop_text, min_prompt_tokens)
-            text = (openings[draw % len(openings)] + text).strip()
-            if reason == "unfinished" and keep_unfinished and not template.special_ids.intersection(ids):
+            text = (opening + text).strip()
+            if reason == "unfinished" and kinds[kind].keep_unfinished and not template.special_ids.intersection(ids):
                 reason = None
-            if reason is None and " ".join(text.lower().split()) in seen:
+            same = " ".join(text.lower().split())
+            if reason is None and same in seen[kind]:
                 reason = "duplicate"
             counts[reason or "kept"] += 1
             if reason is None:
-                seen.add(" ".join(text.lower().split()))
-                kept.append({"id": f"self-{seed}-{draw}", "messages": [{"role": "user", "content": text}]})
+                seen[kind].add(same)
+                written[kind][draw] = text
+            drawn[kind] = draw + 1
         counts["drawn"] += len(draws)
-    if not kept:
+    if not counts["kept"]:
         raise RecordingError(
             f"None of {counts['drawn']} user turns the target wrote is usable: {dict(counts)}. Raise "
             f"max_prompt_tokens={max_prompt_tokens} if they are unfinished, or give prompts."
         )
-    if len(kept) < n:
-        logger.warning(f"Only {len(kept)} of {n} user turns are usable after {counts['drawn']} draws: {dict(counts)}.")
-    return kept, counts
+    missing = sum(wanted.number - len(texts) for wanted, texts in zip(kinds, written))
+    if missing:
+        total = sum(wanted.number for wanted in kinds)
+        logger.warning(
+            f"Only {total - missing} of {total} user turns are usable after {counts['drawn']} draws: {dict(counts)}."
+        )
+    return written, counts
 
 
 def user_stop_token_ids(template: ChatTemplate, generation_config: GenerationConfig | None = None) -> list[int]:
