@@ -16,10 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from hf_carryover.evaluation.bootstrap import Estimate, PairedBootstrap, ratio
 from hf_carryover.evaluation.replay_command import prompt_set
-
-from .bootstrap import Estimate, PairedBootstrap, ratio
-from .summary import MEAN
+from hf_carryover.evaluation.summary import MEAN
 
 
 class Acceptance:

@@ -30,9 +30,8 @@ from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfi
 from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantModel
 
 from hf_carryover import CarryoverDrafter, drafter_from_target
-
-from .bootstrap import median_estimate
-from .machine import describe_machine, provenance
+from hf_carryover.evaluation.bootstrap import median_estimate
+from hf_carryover.evaluation.machine import describe_machine, provenance
 
 
 SYSTEMS = ("transformers", "ours", "ours+carry")

@@ -2,7 +2,7 @@
 """
 Put trained drafters into `model_cards/`: bf16 weights, config, card, training record and log.
 
-Every number of a card is read from the training records and from a report of `evaluate.py`; the results section of
+Every number of a card is read from the training records and from a report of `hf-carryover bench`; the results section of
 the repository's README.md is written from the same report.
 """
 
@@ -19,10 +19,9 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 
 from hf_carryover import CarryoverDrafter, load_recordings
+from hf_carryover.evaluation.summary import ALL, HELD_OUT, MEAN, cell
 from hf_carryover.train import SHAPE_FLAGS
 from hf_carryover.training.loading import split_recordings
-
-from .summary import ALL, HELD_OUT, MEAN, cell
 
 
 BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -271,7 +270,9 @@ def update_readme(path: Path, runs: dict[str, dict], report: dict) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, required=True, help="Folder with the runs baseline, control, carryover.")
-    parser.add_argument("--report", type=Path, required=True, help="Report of evaluate.py over the three drafters.")
+    parser.add_argument(
+        "--report", type=Path, required=True, help="Report of `hf-carryover bench` over the three drafters."
+    )
     parser.add_argument("--output", type=Path, default=Path("model_cards"))
     parser.add_argument("--readme", type=Path, default=Path("README.md"))
     parser.add_argument("--recordings", required=True, help="What the drafters were trained on, to count it.")

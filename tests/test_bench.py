@@ -14,10 +14,12 @@ from conftest import tiny_drafter, tiny_llama
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `bench` is not part of the installed package
 
-from bench import draft_step, evaluate, summary
-from bench.bootstrap import Estimate, PairedBootstrap, median_estimate, percentiles, ratio
-from bench.machine import describe_machine, weights_digest
+from bench import draft_step
 from hf_carryover import GenerationReport
+from hf_carryover.evaluation import benchmark as evaluate
+from hf_carryover.evaluation import summary
+from hf_carryover.evaluation.bootstrap import Estimate, PairedBootstrap, median_estimate, percentiles, ratio
+from hf_carryover.evaluation.machine import describe_machine, weights_digest
 
 
 def record(set_name, prompt, plain, turn=0, seed=0, **systems):

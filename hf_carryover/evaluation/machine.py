@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hf_carryover.train import provenance
+from ..train import provenance
 
 
 def cpu_model() -> str:

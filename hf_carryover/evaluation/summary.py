@@ -1,6 +1,6 @@
 # Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
 """
-Statistics over the records of `evaluate.py`, and their Markdown form. Definitions:
+Statistics over the records of `benchmark.py`, and their Markdown form. Definitions:
 
 - **τ**: committed tokens / verification rounds, micro-averaged over all rounds of a set; the target's own token
   counts, the prefill's does not.
@@ -18,8 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hf_carryover import GenerationReport
-
+from ..generation import GenerationReport
 from .bootstrap import Estimate, PairedBootstrap, ratio
 
 
@@ -44,7 +43,7 @@ class Table:
     Sums per prompt and system, as arrays over prompts.
 
     Args:
-        records (`list[dict]`): Records of `evaluate.py`; turns and seeds of one prompt are added up.
+        records (`list[dict]`): Records of `benchmark.py`; turns and seeds of one prompt are added up.
 
     Attributes:
         sets (`list[str]`): The set of each prompt.
@@ -98,7 +97,7 @@ def _total(numbers: dict, key: str) -> float:
 def summarize(records: list[dict], pairs: list[tuple[str, str]]) -> dict:
     """
     Args:
-        records (`list[dict]`): Records of `evaluate.py`.
+        records (`list[dict]`): Records of `benchmark.py`.
         pairs (`list[tuple[str, str]]`): Drafters `(a, b)` to compare: τ of `a` minus τ of `b`, and the ratio of their
             speedups.
 
@@ -125,7 +124,7 @@ def summarize(records: list[dict], pairs: list[tuple[str, str]]) -> dict:
     def change(weights, a, b):
         return table.tau(weights, a) / table.tau(weights, b) - 1
 
-    groups = {}
+    groups: dict[str, dict] = {}
     for group in [*sets, ALL, MEAN]:
         chosen = [record for record in records if record["set"] in table.sets_of(group)]
         groups[group] = {
@@ -162,9 +161,10 @@ def _system_numbers(records: list[dict], system: str) -> dict:
     if system == PLAIN:
         return result
     rounds = totals["rounds"]
-    pooled = GenerationReport(
-        **{key: [value for entry in numbers for value in entry[key]] for key in ("proposed", "accepted", "committed")}
+    proposed, accepted, committed = (
+        [value for entry in numbers for value in entry[key]] for key in ("proposed", "accepted", "committed")
     )
+    pooled = GenerationReport(proposed=proposed, accepted=accepted, committed=committed)
     return result | {
         "rounds": int(rounds),
         "proposed": sum(pooled.proposed),

@@ -9,7 +9,7 @@ target is reported as such. Of a conversation, later turns go on from *plain* de
 see the same prompts.
 
 Each prompt is written to a journal beside the report as soon as it is done; the same command goes on where an
-interrupted one ended. Examples are in README.md in this folder.
+interrupted one ended: `hf-carryover bench`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 from transformers.generation.streamers import BaseStreamer
 
-from hf_carryover import CarryoverDrafter, load_recordings
-from hf_carryover.demo import compare_outputs, encode, load_prompts
-from hf_carryover.training.loading import split_recordings
-
+from ..demo import compare_outputs, encode, load_prompts
+from ..modeling_carryover import CarryoverDrafter
+from ..training.loading import load_recordings, split_recordings
 from .machine import describe_machine, provenance, weights_digest
 from .summary import HELD_OUT, PLAIN, markdown, public_record, summarize
 
