@@ -2,8 +2,8 @@
 """
 Put trained drafters into `model_cards/`: bf16 weights, config, card, training record and log.
 
-Every number of a card is read from the training records and from a report of `hf-carryover bench`; the results section of
-the repository's README.md is written from the same report.
+Every number of a card is read from the training records and from a report of `hf-carryover bench`; the results section
+of the repository's README.md is written from the same report.
 """
 
 from __future__ import annotations
