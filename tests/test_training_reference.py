@@ -228,8 +228,9 @@ def test_gradient_reaches_nothing_but_what_a_block_may_see(leak_case, monkeypatc
         return result
 
     def verified(*args, **kwargs):
-        leaves["carried"] = verify(*args, **kwargs).clone().requires_grad_(True)
-        return leaves["carried"]
+        features, predictions = verify(*args, **kwargs)
+        leaves["carried"] = features.clone().requires_grad_(True)
+        return leaves["carried"], predictions
 
     monkeypatch.setattr(trainer.target, "record", recorded)
     monkeypatch.setattr(trainer.target, "verify", verified)
@@ -262,11 +263,11 @@ def test_another_branch_does_not_matter(leak_case, monkeypatch):
         states = seen["blocks"].carried["carried_features"]
         for keep in (0, 4, len(plain) - 1):
 
-            def other_tokens(recorded, branches, keep=keep):
+            def other_tokens(recorded, branches, predict, keep=keep):
                 own = branches.tokens[keep].clone()
                 branches.tokens = (branches.tokens + 11) % 64
                 branches.tokens[keep] = own
-                return verify(recorded, branches)
+                return verify(recorded, branches, predict)
 
             monkeypatch.setattr(trainer.target, "verify", other_tokens)
             losses, seen = trainer.block_losses(drafter, batch)
