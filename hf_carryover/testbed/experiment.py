@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from ..configuration_carryover import CarryoverConfig
 from ..evaluation.replay import Replay, ReplayedResponse
 from ..modeling_carryover import CarryoverDrafter
+from ..reshape import reshape_drafter
 from ..training.arguments import CarryoverTrainingArguments
 from ..training.trainer import CarryoverTrainer
 from .language import Language
@@ -137,11 +138,8 @@ def train_drafter(
 
 def with_carry(drafter: CarryoverDrafter, carry_from: str | None) -> CarryoverDrafter:
     """A copy of a drafter, with carry unless `carry_from` is `None`."""
-    config = CarryoverConfig(**{**drafter.config.to_dict(), "carry": carry_from is not None})
-    config.carry_from = carry_from or config.carry_from
-    copy = CarryoverDrafter(config)
-    copy.load_state_dict(drafter.state_dict(), strict=False)
-    return copy
+    changes = {} if carry_from is None else {"carry_from": carry_from}
+    return reshape_drafter(drafter, carry=carry_from is not None, **changes)
 
 
 def measure(
