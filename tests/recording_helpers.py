@@ -57,6 +57,13 @@ def make_model():
     return model
 
 
+def save_target(folder):
+    """Writes model and tokenizer; returns the folder's name."""
+    make_model().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
 def encode(text):
     return make_tokenizer()(text, add_special_tokens=False)["input_ids"]
 

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 
 import pytest
-from recording_helpers import PROMPTS, Script, encode, make_model, make_tokenizer
+from recording_helpers import PROMPTS, Script, encode, make_tokenizer, save_target
 
 from hf_carryover.training import domains, recording
 from hf_carryover.training.chat import RecordingError
@@ -156,10 +156,7 @@ def test_filter_finds_shared_runs():
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("target")
-    make_model().save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return str(folder)
+    return save_target(tmp_path_factory.mktemp("target"))
 
 
 def test_command_drops_what_overlaps(tmp_path, target, capsys):

@@ -7,7 +7,18 @@ import types
 
 import pytest
 import torch
-from recording_helpers import CHATML, PROMPTS, THINKING, Script, answers_of, encode, make_model, make_tokenizer, record
+from recording_helpers import (
+    CHATML,
+    PROMPTS,
+    THINKING,
+    Script,
+    answers_of,
+    encode,
+    make_model,
+    make_tokenizer,
+    record,
+    save_target,
+)
 
 from hf_carryover.training import recording
 from hf_carryover.training.chat import RecordingError, derive_seed, iter_prompts
@@ -269,10 +280,7 @@ def test_missing_vllm_names_the_pip_line(tmp_path, tokenizer, monkeypatch):
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("target")
-    make_model().save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return str(folder)
+    return save_target(tmp_path_factory.mktemp("target"))
 
 
 def test_command_records_files(tmp_path, target, capsys):

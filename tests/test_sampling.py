@@ -119,6 +119,8 @@ SLOW = {
     "argmax": ({}, {"draft_sampling": "argmax", "markov_rank": 2}),
     "argmax_top_k": ({"top_k": 3}, {"draft_sampling": "argmax"}),
     "top_k_and_reduced_vocabulary": ({"top_k": 3}, {"draft_token_ids": torch.tensor([0, 2, 5])}),
+    "carries_predictions": ({}, {"carry_from": "states_and_predictions", "markov_rank": 2}),
+    "carries_proposals": ({}, {"carry_from": "proposals"}),
     **QUICK,
 }
 
