@@ -21,6 +21,7 @@ _PUBLIC = {
     "drafter_from_target": "target",
     "load_recordings": "training.loading",
     "reshape_drafter": "reshape",
+    "split_times": "timing",
 }
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .modeling_carryover import CarryoverDrafter
     from .reshape import reshape_drafter
     from .target import check_fit, drafter_from_target
+    from .timing import split_times
     from .training.arguments import CarryoverTrainingArguments
     from .training.loading import load_recordings
     from .training.trainer import CarryoverTrainer
@@ -60,4 +62,5 @@ __all__ = [
     "drafter_from_target",
     "load_recordings",
     "reshape_drafter",
+    "split_times",
 ]

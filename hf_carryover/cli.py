@@ -11,7 +11,8 @@ from . import __version__
 COMMANDS = {
     "record": ("hf_carryover.training.recording", "record a target's responses, which drafters are trained on"),
     "train": ("hf_carryover.train", "train a drafter on recordings"),
-    "bench": ("hf_carryover.evaluation.benchmark", "measure acceptance, speed and equality of outputs on prompts"),
+    "bench": ("hf_carryover.evaluation.bench_command", "measure acceptance, speed and equality of outputs on prompts"),
+    "report": ("hf_carryover.evaluation.compare_command", "show a report of `bench`, or compare two"),
     "replay": ("hf_carryover.evaluation.replay_command", "measure acceptance along recorded responses"),
     "testbed": ("hf_carryover.testbed.command", "measure carry on a language with a dial"),
     "demo": ("hf_carryover.demo", "compare plain and assisted decoding on the demo target"),

@@ -20,6 +20,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from .modeling_carryover import CarryoverCache, CarryoverDrafter
 from .stopping import ScoreTap
 from .target import PositionLimit, TargetHead, gather_features, hidden_state_indices
+from .timing import new_clock
 
 
 @dataclass
@@ -35,6 +36,8 @@ class GenerationReport:
         draft_times, target_times (`list[float]`): Milliseconds for drafting with its bookkeeping, and for the target
             with verification. Wall time on the host; on an accelerator kernels may be charged to the later part.
         prefill_ms (`float`): Milliseconds of the target's first pass.
+        phases (`dict[str, float]`, *optional*):
+            Milliseconds of all rounds by [`~hf_carryover.timing.PHASES`]; inside [`~hf_carryover.split_times`] only.
     """
 
     proposed: list[int] = field(default_factory=list)
@@ -44,6 +47,7 @@ class GenerationReport:
     draft_times: list[float] = field(default_factory=list)
     target_times: list[float] = field(default_factory=list)
     prefill_ms: float = 0.0
+    phases: dict[str, float] | None = None
 
     @property
     def rounds(self) -> int:
@@ -141,6 +145,9 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         self.proposed_last: list[int] = []
         self.report = GenerationReport()
         drafter.set_report(self.report)
+        self.phase_clock = new_clock()
+        if self.phase_clock is not None:
+            self.report.phases = self.phase_clock.totals
         self._clock = time.perf_counter()
 
     def get_candidates(
@@ -174,6 +181,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             self._clock = time.perf_counter()
             return input_ids, None
         start = time.perf_counter()
+        self._lap("bookkeeping")
         carried = self._absorb(input_ids, model_outputs)
         limit = min(self.num_proposals, self.max_length - input_ids.shape[1] - 1)
         limit = self.position_limit.clip(limit, anchor=self.cache.first_position + self.cache.committed)
@@ -181,6 +189,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         if limit > 0:
             candidates, logits = self._propose(input_ids, limit)
             self.proposals = candidates[0, input_ids.shape[1] :].tolist()
+        self._lap("sampling")
         self._override_mask(model_kwargs)
         self._clock = time.perf_counter()
         self.report.carried.append(carried)
@@ -192,7 +201,10 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         elapsed = 1000 * (time.perf_counter() - self._clock)
         if self.cache is None:
             self.report.prefill_ms = elapsed
+            if self.phase_clock is not None:
+                self.phase_clock.restart()
             return
+        self._lap("verify")
         committed = input_ids[0, self.columns + 1 :].tolist()
         accepted = 0
         for proposal, token in zip(self.proposals, committed, strict=False):
@@ -203,6 +215,10 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         self.report.proposed.append(len(self.proposals))
         self.report.accepted.append(accepted)
         self.report.committed.append(len(committed))
+
+    def _lap(self, phase: str) -> None:
+        if self.phase_clock is not None:
+            self.phase_clock.lap(phase)
 
     def _continue_cache(self, input_ids: torch.LongTensor, model_kwargs: dict) -> None:
         """
@@ -256,7 +272,9 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             features = self._start_cache(input_ids, features)
             committed = features.shape[1]
         self.columns = input_ids.shape[1] - 1
+        self._lap("projection")
         embeds = self._carried_embeds(features.shape[1], committed, model_outputs)
+        self._lap("carry")
         drafter.commit_window(self.cache, features, committed, embeds)
         return self.cache.carried
 
@@ -290,6 +308,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             first_position=unseen,
             capacity=features.shape[1] + 8 * (self.drafter.config.block_size + 1),
         )
+        self.cache.clock = self.phase_clock
         return features
 
     def _propose(self, input_ids: torch.LongTensor, limit: int) -> tuple[torch.LongTensor, torch.Tensor | None]:
@@ -301,6 +320,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         with torch.no_grad():
             base = drafter.logits(hidden.to(head.weight.device), head.weight, head.bias)
         base = base.float()  # argmax over half precision is several times slower on a CPU
+        self._lap("draft")
         if self.needs_logits or self.logits_processor:
             return self._draw_processed(input_ids, base)
         return self._draw_argmax(input_ids, base)

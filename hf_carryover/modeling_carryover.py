@@ -114,6 +114,7 @@ class CarryoverCache:
         self.window: torch.Tensor | None = None  # fused rows whose keys are not written yet
         self.window_start = 0
         self.window_rope: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.clock = None  # a `PhaseClock` while times are split
         shape = (1, config.num_key_value_heads, capacity, config.head_dim)
         layers = range(config.num_hidden_layers)
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
@@ -502,6 +503,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         features: torch.Tensor,
         carried: torch.Tensor | None = None,
         carried_embeds: torch.Tensor | None = None,
+        clock=None,
     ) -> torch.Tensor:
         """
         `hidden_norm(fc(h))`, and `hidden_norm(fc(h) + e)` where `carried`; there with `carry_from` other than
@@ -512,11 +514,14 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
             carried (`torch.BoolTensor`, broadcastable to `(batch, rows)`, *optional*): Rejected rows.
             carried_embeds (`torch.Tensor` of shape `(batch, rows, target_hidden_size)`, *optional*):
                 Target embeddings of the carried tokens; what stands in other rows has no effect.
+            clock ([`~hf_carryover.timing.PhaseClock`], *optional*): Told where projection ends and carry begins.
 
         Returns:
             `torch.Tensor` of shape `(batch, rows, hidden_size)`.
         """
         fused = self.fc(features.to(self.fc.weight.dtype))
+        if clock is not None:
+            clock.lap("projection")
         if carried is not None and self.carry_embedding is not None:
             where, added = carried.unsqueeze(-1), self.carry_embedding.to(fused.dtype)
             if self.carry_proj is not None:
@@ -525,6 +530,8 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
                 added = added + self.carry_proj(carried_embeds.to(self.carry_proj.weight.dtype)).to(fused.dtype)
             base = fused if self.config.carries_states else fused.masked_fill(where, 0.0)
             fused = base + where.to(fused.dtype) * added
+            if clock is not None:
+                clock.lap("carry")
         return self.hidden_norm(fused)
 
     def block_states(self, anchor_embeds: torch.Tensor, mask_embeds: torch.Tensor | None) -> torch.Tensor:
@@ -689,10 +696,12 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         rows = features.shape[1]
         offsets = torch.arange(rows, device=self.device)
         carried = (offsets >= num_committed).unsqueeze(0) if rows > num_committed else None
-        states = self.fuse(features, carried, carried_embeds)
+        states = self.fuse(features, carried, carried_embeds, cache.clock)
         if cache.window is not None:  # nothing was drafted since the last window: it is written alone
             self._write_window(cache, states[:, :0])
         cache.open_window(states, num_committed, room=self.config.block_size + 1)
+        if cache.clock is not None:
+            cache.clock.lap("projection")
 
     def _write_window(self, cache: CarryoverCache, nothing: torch.Tensor) -> None:
         """Write the open window without a block, whose states are `nothing` `(1, 0, hidden_size)`."""
