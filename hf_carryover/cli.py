@@ -14,6 +14,7 @@ COMMANDS = {
     "bench": ("hf_carryover.evaluation.bench_command", "measure acceptance, speed and equality of outputs on prompts"),
     "report": ("hf_carryover.evaluation.compare_command", "show a report of `bench`, or compare two"),
     "replay": ("hf_carryover.evaluation.replay_command", "measure acceptance along recorded responses"),
+    "analyze": ("hf_carryover.evaluation.analyze_command", "show why carry helps or does not"),
     "testbed": ("hf_carryover.testbed.command", "measure carry on a language with a dial"),
     "demo": ("hf_carryover.demo", "compare plain and assisted decoding on the demo target"),
 }

@@ -71,6 +71,7 @@ class ReplayedRound:
         names (`list[str]`): The recording of each stream.
         input_ids (`torch.LongTensor` of shape `(num_streams, length)`): Its tokens.
         anchors (`torch.LongTensor` of shape `(num_streams,)`): Positions `a`.
+        left (`torch.LongTensor` of shape `(num_streams,)`): Recorded tokens of the turn behind the anchor.
         tokens, exist (of shape `(num_streams, block_size)`): Recorded `x_{a+1} … x_{a+B}`, and which exist.
         carried (`dict`): What the drafter was given, see [`CarryoverDrafter.forward`]; empty without carry.
         predictions (`torch.LongTensor` of shape `(num_streams, block_size)`, *optional*):
@@ -79,11 +80,13 @@ class ReplayedRound:
         proposals (`torch.LongTensor` of shape `(num_streams, block_size)`), accepted (of shape `(num_streams,)`):
             `y_1 … y_B` and `m`.
         draft (`Callable[[dict], torch.Tensor]`): Drafts the same anchors with other carried rows; hidden states.
+        likeliest (`Callable[[torch.Tensor], torch.LongTensor]`): Greedy proposals of hidden states.
     """
 
     names: list[str]
     input_ids: torch.LongTensor
     anchors: torch.LongTensor
+    left: torch.LongTensor
     tokens: torch.LongTensor
     exist: torch.BoolTensor
     carried: dict
@@ -92,6 +95,7 @@ class ReplayedRound:
     proposals: torch.LongTensor
     accepted: torch.LongTensor
     draft: Callable[[dict], torch.Tensor]
+    likeliest: Callable[[torch.Tensor], torch.LongTensor]
 
 
 class Replay:
@@ -170,8 +174,8 @@ class Replay:
         results = [ReplayedResponse(name) for name in names]
         streams = self._next(batch, runs, torch.arange(len(examples), device=device), None, {})
         while streams is not None:
-            proposals, accepted = self._round(batch, memory, recorded.logits, streams, names)
             left = runs[streams.sequence, streams.anchor]
+            proposals, accepted = self._round(batch, memory, recorded.logits, streams, names, left)
             committed = torch.minimum(accepted + 1, left)
             held = streams.carried["carried_mask"].sum(dim=1).tolist() if streams.carried else [0] * len(left)
             rows = zip(streams.sequence.tolist(), accepted.tolist(), committed.tolist(), held, left.tolist())
@@ -210,7 +214,7 @@ class Replay:
         return _Streams(sequence[running], anchor[running], kept, predictions)
 
     def _round(
-        self, batch, memory, target_logits, streams: _Streams, names: list[str]
+        self, batch, memory, target_logits, streams: _Streams, names: list[str], left: torch.LongTensor
     ) -> tuple[torch.LongTensor, torch.LongTensor]:
         """Draft and judge: proposals `(num_streams, block_size)` and how many are accepted, `(num_streams,)`."""
         drafter, head = self.drafter, self.head
@@ -227,7 +231,7 @@ class Replay:
             ).hidden_states
 
         hidden_states = draft(streams.carried)
-        logits = drafter.logits(hidden_states, head.weight, head.bias)
+        logits = self._logits(hidden_states)
         tokens, exist = block_labels(
             batch["input_ids"], batch["response_mask"], streams.sequence, streams.anchor, drafter.config.block_size
         )
@@ -235,17 +239,14 @@ class Replay:
         alive = torch.ones_like(anchors, dtype=torch.bool)
         previous, proposals = anchors, []
         for k in range(tokens.shape[1]):
-            scores = logits[:, k].float()
-            if drafter.markov_head is not None:
-                scores = scores + drafter.markov_head(previous).float()
+            scores = self._biased(logits[:, k], previous)
             if self.temperature:
                 at = (streams.anchor + k).clamp(max=target_logits.shape[1] - 1)
                 p = (target_logits[streams.sequence, at].float() / self.temperature).softmax(dim=-1)
                 judged = alive & exist[:, k]
                 previous, passed = self._draw((scores / self.temperature).softmax(dim=-1), p, tokens[:, k], judged)
             else:
-                previous = scores.argmax(dim=-1)
-                previous = previous if head.token_ids is None else head.token_ids[previous]
+                previous = self._argmax(scores)
                 passed = (previous == tokens[:, k]) & exist[:, k]
             alive = alive & passed
             accepted += alive
@@ -257,6 +258,7 @@ class Replay:
                     names=[names[i] for i in streams.sequence.tolist()],
                     input_ids=batch["input_ids"][streams.sequence],
                     anchors=streams.anchor,
+                    left=left,
                     tokens=tokens,
                     exist=exist,
                     carried=streams.carried,
@@ -265,9 +267,30 @@ class Replay:
                     proposals=drawn,
                     accepted=accepted,
                     draft=draft,
+                    likeliest=lambda states: self.likeliest(states, anchors),
                 )
             )
         return drawn, accepted
+
+    def likeliest(self, hidden_states: torch.Tensor, anchors: torch.LongTensor) -> torch.LongTensor:
+        """Greedy proposals `(num_streams, block_size)` of drafted states, behind the tokens `anchors`."""
+        logits, previous, proposals = self._logits(hidden_states), anchors, []
+        for k in range(logits.shape[1]):
+            previous = self._argmax(self._biased(logits[:, k], previous))
+            proposals.append(previous)
+        return torch.stack(proposals, dim=1)
+
+    def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.drafter.logits(hidden_states, self.head.weight, self.head.bias)
+
+    def _biased(self, logits: torch.Tensor, previous: torch.LongTensor) -> torch.Tensor:
+        """Logits `(num_streams, output_vocab_size)` of one position, in float32, given the tokens before it."""
+        scores, markov = logits.float(), self.drafter.markov_head
+        return scores if markov is None else scores + markov(previous).float()
+
+    def _argmax(self, scores: torch.Tensor) -> torch.LongTensor:
+        best = scores.argmax(dim=-1)
+        return best if self.head.token_ids is None else self.head.token_ids[best]
 
     def _draw(self, q: torch.Tensor, p: torch.Tensor, committed: torch.LongTensor, judged: torch.BoolTensor):
         """
