@@ -364,6 +364,34 @@ def _listing(names: set[str], most: int = 20) -> str:
     return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")
 
 
+def _check_loading(model: "CarryoverDrafter", info: dict, name, fresh_carry: bool) -> None:
+    """Raise a `ValueError` when a checkpoint lacked a tensor, but for those of a fresh carry, or had others."""
+    missing, unknown = set(info["missing_keys"]), set(info["unexpected_keys"])
+    if fresh_carry:
+        missing -= _CARRY_TENSORS
+    if not model.config.carry:
+        unknown -= _CARRY_TENSORS
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} of the drafter's tensors are not in it: {_listing(missing)}.")
+    if unknown:
+        problems.append(f"{len(unknown)} tensors in it are ones the drafter does not know: {_listing(unknown)}.")
+    if problems:
+        raise ValueError(
+            f"The checkpoint {name} does not hold this drafter. {' '.join(problems)} "
+            "Load a folder that `CarryoverDrafter.save_pretrained` wrote, with its own config."
+        )
+
+
+def _other_loader(name, hub: dict):
+    """What loads `name` when it is no Carryover checkpoint but one the package can read; `None` otherwise."""
+    try:
+        from hf_carryover.convert.loading import find_loader
+    except ImportError:  # a folder loaded with remote code alone
+        return None
+    return find_loader(name, hub)
+
+
 class CarryoverDrafter(CarryoverPreTrainedModel):
     """
     Block drafter for `model.generate(..., assistant_model=drafter)`.
@@ -419,30 +447,43 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         They start anew when `carry=True` is asked of a checkpoint that was saved with `carry=False`, and are left out
         when `carry=False` is asked of one that has them.
 
+        With the package installed, folders and repositories of other DFlash drafters (z-lab, DeepSpec, speculators)
+        are read as well, carry off unless asked for, and adapters of drafters together with their base.
+
         Raises:
             ValueError: Listing the missing and the unknown tensors.
         """
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        load = None if "config" in kwargs else _other_loader(pretrained_model_name_or_path, hub)
+        if load is not None:
+            return load(cls, output_loading_info=output_loading_info, **kwargs)
         model, info = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
         )
-        missing, unknown = set(info["missing_keys"]), set(info["unexpected_keys"])
-        if missing & _CARRY_TENSORS and pretrained_model_name_or_path is not None:
+        fresh_carry = False
+        if set(info["missing_keys"]) & _CARRY_TENSORS and pretrained_model_name_or_path is not None:
             stored, _ = cls.config_class.get_config_dict(pretrained_model_name_or_path, **hub)
-            if stored.get("carry") is False:
-                missing -= _CARRY_TENSORS
-        if not model.config.carry:
-            unknown -= _CARRY_TENSORS
-        problems = []
-        if missing:
-            problems.append(f"{len(missing)} of the drafter's tensors are not in it: {_listing(missing)}.")
-        if unknown:
-            problems.append(f"{len(unknown)} tensors in it are ones the drafter does not know: {_listing(unknown)}.")
-        if problems:
-            raise ValueError(
-                f"The checkpoint {pretrained_model_name_or_path} does not hold this drafter. {' '.join(problems)} "
-                "Load a folder that `CarryoverDrafter.save_pretrained` wrote, with its own config."
-            )
+            fresh_carry = stored.get("carry") is False
+        _check_loading(model, info, pretrained_model_name_or_path, fresh_carry)
+        return (model, info) if output_loading_info else model
+
+    @classmethod
+    def from_tensors(cls, config, tensors: dict, name: str = "", output_loading_info: bool = False, **kwargs):
+        """
+        A drafter of named tensors that were read elsewhere, as strict as [`~CarryoverDrafter.from_pretrained`]; what
+        carry adds may be missing.
+
+        Args:
+            config ([`CarryoverConfig`]): The configuration.
+            tensors (`dict[str, torch.Tensor]`): The state, by our names.
+            name (`str`, *optional*): Where it is from, for messages.
+            kwargs: Of `from_pretrained`: `dtype`, `device_map`, `attn_implementation`, ...
+        """
+        kwargs = {key: value for key, value in kwargs.items() if key not in _HUB_ARGUMENTS}
+        model, info = super().from_pretrained(
+            None, config=config, state_dict=tensors, output_loading_info=True, **kwargs
+        )
+        _check_loading(model, info, name, fresh_carry=True)
         return (model, info) if output_loading_info else model
 
     def __getattr__(self, name: str):

@@ -111,7 +111,7 @@ def check_fit(drafter: CarryoverDrafter, target: nn.Module, tokenizer=None) -> N
     if config.target_layer_ids[-1] >= expected.num_hidden_layers:  # a converted drafter may not know the depth
         raise ValueError(
             f"The drafter does not fit the target {type(target).__name__}: it reads layers {config.target_layer_ids} "
-            f"(`target_layer_ids`), the target has {expected.num_hidden_layers}. Use a drafter trained for this target."
+            f"(`target_layer_ids`), the target has {expected.num_hidden_layers}. Use one trained for this target."
         )
     weight, _ = head_parameters(target)
     if weight.shape[-1] != config.target_hidden_size:
@@ -194,6 +194,7 @@ class TargetHead:
         if mask_id is not None:
             self.mask_embeds = self.embed(torch.tensor([mask_id]), drafter.device)[0]
 
+    @torch.no_grad()
     def embed(self, token_ids: torch.LongTensor, device) -> torch.Tensor:
         """
         Target embeddings `(..., target_hidden_size)` of `token_ids` `(...)`, on `device`: those of the embedding
