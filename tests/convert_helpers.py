@@ -8,15 +8,15 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 
-MASK = 7
-VOCAB = 10  # few tokens, so that random proposals are accepted now and then
-KEPT = [0, 1, 2, 4, 5, 8, 9]
+MASK = 4
+VOCAB = 5  # few tokens, so that random proposals are accepted now and then
+KEPT = [0, 1, 3, 4]
 LAYER_IDS = [0, 2]
 
 
 def small_target(**kwargs):
     """A Llama over few tokens, whose greedy text a random drafter meets sometimes."""
-    values = {"vocab_size": VOCAB, "tie_word_embeddings": False, "max_position_embeddings": 256}
+    values = {"vocab_size": VOCAB, "tie_word_embeddings": False, "max_position_embeddings": 256, "pad_token_id": None}
     return tiny_llama(**{**values, **kwargs})
 
 
