@@ -1,7 +1,8 @@
 # Every target makes the environment it needs and reuses it: `make demo` works from a fresh clone.
 #   make demo        plain decoding, the control drafter and the carryover drafter side by side
 #   make test-quick  the quick tests (no network)
-#   make test        quick tests, slow tests, then the quick tests on the oldest supported transformers
+#   make test        quick tests, slow tests, the quick tests on the oldest supported transformers, then test-peers
+#   make test-peers  converted drafters against the packages they come from, in an environment of their own
 #   make lint        ruff and mypy
 #   make clean       removes the environments and every cache
 # Options: PYTHON=python3.12 (interpreter), WORKERS=8 (parallel quick tests), DEMO="--limit 2" (demo options).
@@ -10,7 +11,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-quick test-slow test-oldest lint clean
+.PHONY: demo test test-quick test-slow test-oldest test-peers lint clean
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -21,8 +22,14 @@ TORCH ?= torch==2.13.0
 # The lower bound of the transformers range in pyproject.toml.
 OLDEST := $(shell sed -n 's/^ *"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 
+# The packages that converted drafters are compared with, as released: without their own dependencies, whose pins
+# exclude each other and ours, but with what they import. They run on the oldest transformers.
+PEERS := dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0
+PEER_IMPORTS := loguru pydantic-settings typer openai aiohttp
+
 VENV := .venv
 VENV_OLDEST := .venv-oldest
+VENV_PEERS := .venv-peers
 PIP := -m pip --disable-pip-version-check --quiet
 # Tests must not depend on the network, nor oversubscribe the cores: one thread for each worker.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
@@ -31,7 +38,7 @@ QUICK_ENV := $(TEST_ENV) OMP_NUM_THREADS=1
 demo: $(VENV)/.demo
 	@$(VENV)/bin/python -m hf_carryover.demo $(DEMO)
 
-test: test-quick test-slow test-oldest
+test: test-quick test-slow test-oldest test-peers
 
 test-quick: $(VENV)/.test
 	@echo "== quick tests"
@@ -45,13 +52,17 @@ test-oldest: $(VENV_OLDEST)/.test
 	@echo "== compatibility tests on transformers $(OLDEST)"
 	@$(QUICK_ENV) $(VENV_OLDEST)/bin/python -m pytest -q -m "compat and not slow" -n $(WORKERS) --dist loadfile
 
+test-peers: $(VENV_PEERS)/.test
+	@echo "== converted drafters against their originals"
+	@$(QUICK_ENV) $(VENV_PEERS)/bin/python -m pytest -q tests/test_peers.py
+
 lint: $(VENV)/.dev
 	@$(VENV)/bin/python -m ruff check .
 	@$(VENV)/bin/python -m ruff format --check .
 	@$(VENV)/bin/python -m mypy
 
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_PEERS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written only after everything before it succeeded, so an interrupted run is simply done again:
@@ -76,4 +87,10 @@ $(VENV_OLDEST)/.test: pyproject.toml Makefile | $(VENV_OLDEST)/.created
 	@$(VENV_OLDEST)/bin/python $(PIP) install "$(TORCH)" "transformers==$(OLDEST)" -e ".[test]"
 	@touch $@
 
-.SECONDARY: $(VENV)/.created $(VENV_OLDEST)/.created
+$(VENV_PEERS)/.test: pyproject.toml Makefile | $(VENV_PEERS)/.created
+	@echo "== installing hf_carryover[test] and $(PEERS) into $(VENV_PEERS)"
+	@$(VENV_PEERS)/bin/python $(PIP) install "$(TORCH)" "transformers==$(OLDEST)" $(PEER_IMPORTS) -e ".[test]"
+	@$(VENV_PEERS)/bin/python $(PIP) install --no-deps $(PEERS)
+	@touch $@
+
+.SECONDARY: $(VENV)/.created $(VENV_OLDEST)/.created $(VENV_PEERS)/.created

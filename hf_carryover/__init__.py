@@ -18,6 +18,7 @@ _PUBLIC = {
     "CarryoverTrainingArguments": "training.arguments",
     "GenerationReport": "generation",
     "check_fit": "target",
+    "convert_drafter": "convert",
     "drafter_from_target": "target",
     "load_recordings": "training.loading",
     "reshape_drafter": "reshape",
@@ -26,6 +27,7 @@ _PUBLIC = {
 
 if TYPE_CHECKING:
     from .configuration_carryover import CarryoverConfig
+    from .convert import convert_drafter
     from .generation import CarryoverCandidateGenerator, GenerationReport
     from .modeling_carryover import CarryoverDrafter
     from .reshape import reshape_drafter
@@ -59,6 +61,7 @@ __all__ = [
     "GenerationReport",
     "__version__",
     "check_fit",
+    "convert_drafter",
     "drafter_from_target",
     "load_recordings",
     "reshape_drafter",

@@ -33,6 +33,9 @@ def default_target_layer_ids(num_target_layers: int, num_features: int = 5) -> l
 # What a carried row can be made of, and for each whether the target's states are part of it.
 CARRY_SOURCES = {"states": True, "predictions": False, "proposals": False, "states_and_predictions": True}
 
+# Who sees whom among the rows of a block.
+BLOCK_ATTENTION = ("bidirectional", "causal_sliding", "causal")
+
 # Numbers that must be at least 1 where they are set.
 _SIZES = (
     "block_size",
@@ -62,7 +65,8 @@ class CarryoverConfig(PreTrainedConfig):
         target_hidden_size (`int`, *optional*, defaults to `hidden_size`):
             Hidden size of the target. When it differs from `hidden_size`, two linear maps join the widths.
         num_target_layers (`int`, *optional*, defaults to 36):
-            Number of decoder layers of the target.
+            Number of decoder layers of the target. `None` where a converted checkpoint does not say; then
+            `target_layer_ids` are required, and only they are checked against the target.
         target_layer_ids (`list[int]`, *optional*):
             Target layers whose outputs are the features. Id `k` is the output of decoder layer `k` (0-based), which
             transformers calls `hidden_states[k + 1]`; for the last layer that entry is taken after the final norm.
@@ -70,6 +74,10 @@ class CarryoverConfig(PreTrainedConfig):
         block_size (`int`, *optional*, defaults to 15):
             Proposals per round, `B`. A block has `B + 1` rows: the anchor and `B` mask rows. (z-lab's DFlash counts
             the anchor row in its `block_size`.)
+        anchor_first (`bool`, *optional*, defaults to `False`):
+            The layout of a block. `False`: mask row `k` sits at position `a + k` and predicts that position's token.
+            `True` (DSpark): `B` rows, the anchor and `B - 1` masks; row `k` at position `a + k` predicts the token
+            behind it, so the anchor row gives the first proposal.
         mask_token_id (`int`, *optional*):
             Token whose target embedding fills the mask rows. `None` gives the drafter a learned mask embedding.
         carry (`bool`, *optional*, defaults to `True`):
@@ -83,6 +91,15 @@ class CarryoverConfig(PreTrainedConfig):
         draft_vocab_size (`int`, *optional*):
             Size of a reduced draft vocabulary. The map is the buffer `d2t` (offsets: target id = draft id +
             `d2t[draft id]`); its head rows are gathered from the target's head. `None` drafts over all tokens.
+        own_head (`bool`, *optional*, defaults to `False`):
+            Whether the drafter brings an output head of its own, the frozen buffer `head_weight`, which then stands in
+            for the target's.
+        logit_scale (`float`, *optional*, defaults to 1.0), logit_softcapping (`float`, *optional*):
+            What the head's logits are multiplied with, and the bound `c` of `c · tanh(logits / c)` they then go
+            through, before any Markov bias.
+        embedding_scale (`float`, *optional*):
+            `None` takes anchor and mask embeddings as the target's embedding module gives them; a number takes the
+            rows of its weight times that number (Gemma's module scales and normalizes, DFlash was trained without).
         draft_sampling (`str`, *optional*, defaults to `"sample"`):
             How proposals are drawn when the target samples: `"sample"` from the draft distribution, or `"argmax"`,
             the likeliest token with a one-point draft distribution. Both are lossless.
@@ -90,9 +107,18 @@ class CarryoverConfig(PreTrainedConfig):
             `"full_attention"` or `"sliding_attention"` for each drafter layer. Defaults to full attention.
         sliding_window (`int`, *optional*):
             Window of the sliding layers, in positions: a query at `p` sees keys at positions above `p - window`.
+        sliding_window_from (`str`, *optional*, defaults to `"query"`):
+            `"query"` counts the window from each row; `"anchor"` (speculators) lets all rows see the block and the
+            keys from `a - window` on.
+        block_attention (`str`, *optional*, defaults to `"bidirectional"`):
+            Whether rows of a block see later rows of it: `"bidirectional"` in all layers, `"causal_sliding"` not in
+            sliding layers, `"causal"` in none. Committed and carried rows are not concerned.
         rope_parameters (`dict`, *optional*):
             RoPE parameters of the drafter, one set for all layers and independent of the target's. Defaults to plain
             RoPE with `rope_theta` 1000000. `partial_rotary_factor` rotates only the first part of each head.
+        converted_from (`dict`, *optional*):
+            Of a converted drafter: the `format` it was read from and that format's own `config`, which
+            [`convert_drafter`] writes back.
 
     The other arguments (`hidden_size`, `intermediate_size`, `num_hidden_layers`, `num_attention_heads`,
     `num_key_value_heads`, `head_dim`, `hidden_act`, `rms_norm_eps`, `attention_bias`, ...) are those of Qwen3.
@@ -129,17 +155,25 @@ class CarryoverConfig(PreTrainedConfig):
     attention_dropout: float | int = 0.0
     layer_types: list[str] | None = None
     sliding_window: int | None = None
+    sliding_window_from: str = "query"
+    block_attention: str = "bidirectional"
 
     target_hidden_size: int | None = None
-    num_target_layers: int = 36
+    num_target_layers: int | None = 36
     target_layer_ids: list[int] | None = None
     block_size: int = 15
+    anchor_first: bool = False
     mask_token_id: int | None = None
     carry: bool = True
     carry_from: str = "states"
     markov_rank: int = 0
     draft_vocab_size: int | None = None
+    own_head: bool = False
+    logit_scale: float = 1.0
+    logit_softcapping: float | None = None
+    embedding_scale: float | None = None
     draft_sampling: str = "sample"
+    converted_from: dict | None = None
 
     def __post_init__(self, **kwargs):
         self._check_sizes()
@@ -150,11 +184,18 @@ class CarryoverConfig(PreTrainedConfig):
         if self.target_hidden_size is None:
             self.target_hidden_size = self.hidden_size
         if self.target_layer_ids is None:
+            if self.num_target_layers is None:
+                raise ValueError("`target_layer_ids` are required where `num_target_layers` is None.")
             self.target_layer_ids = default_target_layer_ids(self.num_target_layers)
         if self.layer_types is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         super().__post_init__(**kwargs)
         self.check_values()
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block: the anchor and its masks."""
+        return self.block_size if self.anchor_first else self.block_size + 1
 
     @property
     def feature_size(self) -> int:
@@ -192,12 +233,7 @@ class CarryoverConfig(PreTrainedConfig):
                 f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of `num_key_value_heads` "
                 f"({self.num_key_value_heads})."
             )
-        ids = self.target_layer_ids
-        if not ids or any(not 0 <= k < self.num_target_layers for k in ids) or sorted(set(ids)) != list(ids):
-            raise ValueError(
-                f"`target_layer_ids` must be distinct increasing ids in 0 ... {self.num_target_layers - 1} "
-                f"(`num_target_layers` is {self.num_target_layers}), got {ids}. Id k is the output of decoder layer k."
-            )
+        self._check_layer_ids()
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"`mask_token_id` must lie in 0 ... {self.vocab_size - 1}, got {self.mask_token_id}. Use an unused "
@@ -211,6 +247,7 @@ class CarryoverConfig(PreTrainedConfig):
             )
         if self.draft_sampling not in ("sample", "argmax"):
             raise ValueError(f'`draft_sampling` must be "sample" or "argmax", got {self.draft_sampling!r}.')
+        self._check_logits()
         if self.carry_from not in CARRY_SOURCES:
             raise ValueError(f"`carry_from` must be one of {', '.join(CARRY_SOURCES)}, got {self.carry_from!r}.")
         unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
@@ -224,7 +261,28 @@ class CarryoverConfig(PreTrainedConfig):
                 "`sliding_window` must be positive when `layer_types` has sliding layers, got None. Give the window "
                 'in positions, or use "full_attention".'
             )
+        if self.sliding_window_from not in ("query", "anchor"):
+            raise ValueError(f'`sliding_window_from` must be "query" or "anchor", got {self.sliding_window_from!r}.')
+        if self.block_attention not in BLOCK_ATTENTION:
+            known = ", ".join(BLOCK_ATTENTION)
+            raise ValueError(f"`block_attention` must be one of {known}, got {self.block_attention!r}.")
         self._check_rope()
+
+    def _check_layer_ids(self) -> None:
+        ids, layers = self.target_layer_ids, self.num_target_layers
+        low = not ids or min(ids) < 0 or sorted(set(ids)) != list(ids)
+        if low or (layers is not None and ids[-1] >= layers):
+            bound = "0 ..." if layers is None else f"0 ... {layers - 1} (`num_target_layers` is {layers})"
+            raise ValueError(
+                f"`target_layer_ids` must be distinct increasing ids in {bound}, got {ids}. Id k is the output of "
+                "decoder layer k."
+            )
+
+    def _check_logits(self) -> None:
+        for name in ("logit_scale", "logit_softcapping", "embedding_scale"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"`{name}` must be positive, got {value}.")
 
     def _check_sizes(self) -> None:
         """The numbers that everything else is computed from; those still unset are `None`."""

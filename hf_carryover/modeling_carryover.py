@@ -5,7 +5,8 @@ The Carryover drafter (arXiv 2609.14717) on a DFlash backbone (arXiv 2602.06036)
 Notation, used throughout the package:
 
 - `x_a` the anchor, the last committed token, at position `a`; its target states are not known yet;
-- `B` proposals per round, `y_1 … y_B`, for positions `a+1 … a+B`; a block has `B + 1` rows, anchor and `B` masks;
+- `B` proposals per round, `y_1 … y_B`, for positions `a+1 … a+B`; a block has `B + 1` rows, anchor and `B` masks,
+  whose row `k` predicts its own position `a+k`; or (`anchor_first`, DSpark) `B` rows, whose row `k` predicts `a+k+1`;
 - `h_0 … h_B` target features of the verified rows, row `j` at position `a+j`; `m` proposals are accepted;
 - `F(h) = hidden_norm(fc(h))` the fusion; `e` the carry embedding, the only parameter Carryover adds.
 
@@ -56,7 +57,7 @@ class CarryoverDrafterOutput(ModelOutput):
         logits (`torch.Tensor` of shape `(num_blocks, block_size, output_vocab_size)`, *optional*):
             Draft logits for positions `a+1 … a+B`, over the draft vocabulary; with `head_weight` only.
         hidden_states (`torch.Tensor` of shape `(num_blocks, block_size, target_hidden_size)`):
-            Final states of the mask rows, the input of the target's head.
+            Final states of the rows that predict, the input of the head.
     """
 
     logits: torch.Tensor | None = None
@@ -239,10 +240,10 @@ class CarryoverAttention(nn.Module):
     def forward(self, hidden_states: torch.Tensor, rope, memory, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """
         Args:
-            hidden_states (`torch.Tensor` of shape `(num_blocks, block_size + 1, hidden_size)`): The block rows.
+            hidden_states (`torch.Tensor` of shape `(num_blocks, block_rows, hidden_size)`): The block rows.
             rope (`tuple[torch.Tensor, torch.Tensor]`): Cosine and sine of the block positions.
             memory ([`CarryoverCache`] or [`ParallelMemory`]): What the block sees beside itself.
-            attention_mask (`torch.Tensor` of shape `(num_blocks, 1, block_size + 1, keys)`, *optional*): Added to
+            attention_mask (`torch.Tensor` of shape `(num_blocks, 1, block_rows, keys)`, *optional*): Added to
                 the scores.
         """
         blocks, rows = hidden_states.shape[:2]
@@ -344,6 +345,8 @@ class CarryoverPreTrainedModel(PreTrainedModel):
                 init.zeros_(module.carry_embedding)
             if module.mask_embedding is not None:
                 init.normal_(module.mask_embedding, mean=0.0, std=self.config.initializer_range)
+            if module.head_weight is not None:
+                init.zeros_(module.head_weight)
             if module.d2t is not None:
                 init.zeros_(module.d2t)
                 init.copy_(module.t2d, torch.arange(self.config.vocab_size) < self.config.draft_vocab_size)
@@ -360,6 +363,34 @@ def _listing(names: set[str], most: int = 20) -> str:
     """The first `most` names in order, and how many follow."""
     ordered = sorted(names)
     return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")
+
+
+def _check_loading(model: "CarryoverDrafter", info: dict, name, fresh_carry: bool) -> None:
+    """Raise a `ValueError` when a checkpoint lacked a tensor, but for those of a fresh carry, or had others."""
+    missing, unknown = set(info["missing_keys"]), set(info["unexpected_keys"])
+    if fresh_carry:
+        missing -= _CARRY_TENSORS
+    if not model.config.carry:
+        unknown -= _CARRY_TENSORS
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} of the drafter's tensors are not in it: {_listing(missing)}.")
+    if unknown:
+        problems.append(f"{len(unknown)} tensors in it are ones the drafter does not know: {_listing(unknown)}.")
+    if problems:
+        raise ValueError(
+            f"The checkpoint {name} does not hold this drafter. {' '.join(problems)} "
+            "Load a folder that `CarryoverDrafter.save_pretrained` wrote, with its own config."
+        )
+
+
+def _other_loader(name, hub: dict):
+    """What loads `name` when it is no Carryover checkpoint but one the package can read; `None` otherwise."""
+    try:
+        from hf_carryover.convert.loading import find_loader
+    except ImportError:  # a folder loaded with remote code alone
+        return None
+    return find_loader(name, hub)
 
 
 class CarryoverDrafter(CarryoverPreTrainedModel):
@@ -398,6 +429,8 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         self.carry_embedding = nn.Parameter(torch.zeros(d)) if config.carry else None
         self.carry_proj = CarryProjection(d_target, d, bias=False) if config.carried_token else None
         self.mask_embedding = nn.Parameter(torch.empty(d_target)) if config.mask_token_id is None else None
+        head = torch.zeros(config.output_vocab_size, d_target) if config.own_head else None
+        self.register_buffer("head_weight", head)  # frozen: neither an optimizer nor PEFT sees a buffer
         reduced = config.draft_vocab_size is not None
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if reduced else None)
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool) if reduced else None)
@@ -415,30 +448,43 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         They start anew when `carry=True` is asked of a checkpoint that was saved with `carry=False`, and are left out
         when `carry=False` is asked of one that has them.
 
+        With the package installed, folders and repositories of other DFlash drafters (z-lab, DeepSpec, speculators)
+        are read as well, carry off unless asked for, and adapters of drafters together with their base.
+
         Raises:
             ValueError: Listing the missing and the unknown tensors.
         """
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        load = None if "config" in kwargs else _other_loader(pretrained_model_name_or_path, hub)
+        if load is not None:
+            return load(cls, output_loading_info=output_loading_info, **kwargs)
         model, info = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
         )
-        missing, unknown = set(info["missing_keys"]), set(info["unexpected_keys"])
-        if missing & _CARRY_TENSORS and pretrained_model_name_or_path is not None:
+        fresh_carry = False
+        if set(info["missing_keys"]) & _CARRY_TENSORS and pretrained_model_name_or_path is not None:
             stored, _ = cls.config_class.get_config_dict(pretrained_model_name_or_path, **hub)
-            if stored.get("carry") is False:
-                missing -= _CARRY_TENSORS
-        if not model.config.carry:
-            unknown -= _CARRY_TENSORS
-        problems = []
-        if missing:
-            problems.append(f"{len(missing)} of the drafter's tensors are not in it: {_listing(missing)}.")
-        if unknown:
-            problems.append(f"{len(unknown)} tensors in it are ones the drafter does not know: {_listing(unknown)}.")
-        if problems:
-            raise ValueError(
-                f"The checkpoint {pretrained_model_name_or_path} does not hold this drafter. {' '.join(problems)} "
-                "Load a folder that `CarryoverDrafter.save_pretrained` wrote, with its own config."
-            )
+            fresh_carry = stored.get("carry") is False
+        _check_loading(model, info, pretrained_model_name_or_path, fresh_carry)
+        return (model, info) if output_loading_info else model
+
+    @classmethod
+    def from_tensors(cls, config, tensors: dict, name: str = "", output_loading_info: bool = False, **kwargs):
+        """
+        A drafter of named tensors that were read elsewhere, as strict as [`~CarryoverDrafter.from_pretrained`]; what
+        carry adds may be missing.
+
+        Args:
+            config ([`CarryoverConfig`]): The configuration.
+            tensors (`dict[str, torch.Tensor]`): The state, by our names.
+            name (`str`, *optional*): Where it is from, for messages.
+            kwargs: Of `from_pretrained`: `dtype`, `device_map`, `attn_implementation`, ...
+        """
+        kwargs = {key: value for key, value in kwargs.items() if key not in _HUB_ARGUMENTS}
+        model, info = super().from_pretrained(
+            None, config=config, state_dict=tensors, output_loading_info=True, **kwargs
+        )
+        _check_loading(model, info, name, fresh_carry=True)
         return (model, info) if output_loading_info else model
 
     def __getattr__(self, name: str):
@@ -535,14 +581,14 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         return self.hidden_norm(fused)
 
     def block_states(self, anchor_embeds: torch.Tensor, mask_embeds: torch.Tensor | None) -> torch.Tensor:
-        """Block input `[emb(x_a), mask, …, mask]`, `(num_blocks, B + 1, hidden)`, from anchors `(num_blocks, d_t)`."""
+        """Block input `[emb(x_a), mask, …, mask]`, `(num_blocks, rows, hidden)`, from anchors `(num_blocks, d_t)`."""
         mask = self.mask_embedding if self.mask_embedding is not None else mask_embeds
         if mask is None:
             raise ValueError(
                 f"`mask_embeds` is required: the config names mask token {self.config.mask_token_id}, whose embedding "
                 "is the target's."
             )
-        masks = mask.to(anchor_embeds.dtype).expand(anchor_embeds.shape[0], self.config.block_size, -1)
+        masks = mask.to(anchor_embeds.dtype).expand(anchor_embeds.shape[0], self.config.block_rows - 1, -1)
         block = torch.cat([anchor_embeds.unsqueeze(1), masks], dim=1).to(self.fc.weight.dtype)
         return block if self.embed_proj is None else self.embed_proj(block)
 
@@ -558,31 +604,44 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
     def run_layers(self, hidden_states: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], memory, masks: dict):
         """
         All layers, the final norm and `head_proj`, over a block, `rope` being the cosine and sine of its positions;
-        returns the mask rows `(num_blocks, B, d_t)`.
+        returns the rows that predict, `(num_blocks, B, d_t)`: the masks, or with `anchor_first` all.
         """
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
             hidden_states = layer(hidden_states, rope, memory, masks[layer_type])
-        hidden_states = self.norm(hidden_states[:, 1:])
+        hidden_states = self.norm(hidden_states[:, -self.config.block_size :])
         return hidden_states if self.head_proj is None else self.head_proj(hidden_states)
 
     def _additive_masks(self, visible, query_positions, key_positions, dtype) -> dict[str, torch.Tensor | None]:
         """
         Additive masks per layer type from `visible` `(blocks, 1, keys)` or `None` (all), query positions
-        `(blocks, rows)` and key positions `(blocks, keys)`.
+        `(blocks, rows)` and key positions `(blocks, keys)`, the last `rows` of which are the block's own.
         """
         masks: dict[str, torch.Tensor | None] = {}
+        rows = query_positions.shape[1]
+        in_block = torch.arange(key_positions.shape[1], device=key_positions.device) >= key_positions.shape[1] - rows
         for layer_type in set(self.config.layer_types):
-            seen = visible
-            if layer_type == "sliding_attention":
-                near = key_positions.unsqueeze(1) > query_positions.unsqueeze(2) - self.config.sliding_window
+            seen, sliding = visible, layer_type == "sliding_attention"
+            if sliding:
+                near = self._near(query_positions, key_positions, in_block)
                 seen = near if seen is None else near & seen
+            if self.config.block_attention == "causal" or (sliding and self.config.block_attention != "bidirectional"):
+                past = ~in_block | (key_positions.unsqueeze(1) <= query_positions.unsqueeze(2))
+                seen = past if seen is None else past & seen
             if seen is None:
                 masks[layer_type] = None
                 continue
-            seen = seen.expand(query_positions.shape[0], query_positions.shape[1], key_positions.shape[1])
+            seen = seen.expand(query_positions.shape[0], rows, key_positions.shape[1])
             mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
             masks[layer_type] = mask.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)
         return masks
+
+    def _near(self, query_positions, key_positions, in_block) -> torch.Tensor:
+        """What the window of a sliding layer shows, `(blocks, rows, keys)`."""
+        keys, window = key_positions.unsqueeze(1), self.config.sliding_window
+        if self.config.sliding_window_from == "anchor":
+            near = in_block | (keys >= query_positions[:, :1].unsqueeze(2) - window)
+            return near.expand(-1, query_positions.shape[1], -1)
+        return keys > query_positions.unsqueeze(2) - window
 
     def forward(
         self,
@@ -662,12 +721,16 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
 
     def logits(self, hidden_states, head_weight, head_bias=None, previous_ids=None) -> torch.Tensor:
         """
-        Draft logits of final states `(..., target_hidden_size)`: the target's head, and the Markov bias when
-        `previous_ids` `(...)` are given.
+        Draft logits of final states `(..., target_hidden_size)`: the head, its scale and soft cap, and the Markov bias
+        when `previous_ids` `(...)` are given.
         """
         # A 2-D product: batched over more dimensions it falls off the fast path on CPU.
         flat = hidden_states.reshape(-1, hidden_states.shape[-1]).to(head_weight.dtype)
         logits = nn.functional.linear(flat, head_weight, head_bias)
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
+        if self.config.logit_softcapping is not None:
+            logits = torch.tanh(logits / self.config.logit_softcapping) * self.config.logit_softcapping
         if self.markov_head is not None and previous_ids is not None:
             logits = logits + self.markov_head(previous_ids.reshape(-1))
         return logits.view(*hidden_states.shape[:-1], -1)
@@ -714,7 +777,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
     @torch.no_grad()
     def draft(self, cache: CarryoverCache, anchor_embeds: torch.Tensor, mask_embeds: torch.Tensor | None):
         """
-        Step 1 of a round: final states of the mask rows `(1, block_size, target_hidden_size)`, given the target
+        Step 1 of a round: final states of the predicting rows `(1, block_size, target_hidden_size)`, given the target
         embedding of the anchor `(1, target_hidden_size)`, which sits right behind the committed rows.
         """
         block = self.block_states(anchor_embeds, mask_embeds)
@@ -722,7 +785,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         start = cache.first_position + cache.committed
         positions = torch.arange(start, start + rows, device=block.device).unsqueeze(0)
         masks: dict = {"full_attention": None}
-        if "sliding_attention" in self.config.layer_types:
+        if "sliding_attention" in self.config.layer_types or self.config.block_attention == "causal":
             stored = torch.arange(cache.length, device=block.device).unsqueeze(0) + cache.first_position
             masks = self._additive_masks(None, positions, torch.cat([stored, positions], dim=1), block.dtype)
         if cache.window is None:

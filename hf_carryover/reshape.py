@@ -43,6 +43,11 @@ def reshape_drafter(
             f"A trained drafter can't change {', '.join(f'`{name}`' for name in unknown)}; expected some of "
             f"{', '.join(RESHAPABLE)}. Start a new one with `drafter_from_target`."
         )
+    if draft_token_ids is not None and drafter.config.own_head:
+        raise ValueError(
+            "A drafter with a head of its own (`own_head`) can't take another draft vocabulary: the head has rows for "
+            "its own tokens only."
+        )
     values = {**drafter.config.to_dict(), **changes}
     if draft_token_ids is not None:
         values["draft_vocab_size"] = len(draft_token_ids)

@@ -103,11 +103,16 @@ def check_fit(drafter: CarryoverDrafter, target: nn.Module, tokenizer=None) -> N
         ("num_target_layers", config.num_target_layers, expected.num_hidden_layers),
     )
     for name, ours, theirs in pairs:
-        if ours != theirs:
+        if ours is not None and ours != theirs:
             raise ValueError(
                 f"The drafter does not fit the target {type(target).__name__}: drafter `{name}` is {ours}, the "
                 f"target has {theirs}. Use a drafter trained for this target."
             )
+    if config.target_layer_ids[-1] >= expected.num_hidden_layers:  # a converted drafter may not know the depth
+        raise ValueError(
+            f"The drafter does not fit the target {type(target).__name__}: it reads layers {config.target_layer_ids} "
+            f"(`target_layer_ids`), the target has {expected.num_hidden_layers}. Use one trained for this target."
+        )
     weight, _ = head_parameters(target)
     if weight.shape[-1] != config.target_hidden_size:
         raise ValueError(
@@ -165,6 +170,7 @@ class PositionLimit:
 class TargetHead:
     """
     The target's embedding and head as the drafter uses them: gathered to the draft vocabulary, on their own devices.
+    A drafter with a head of its own uses that one.
 
     Args:
         target (`PreTrainedModel`): The target, unwrapped.
@@ -173,10 +179,14 @@ class TargetHead:
 
     def __init__(self, target: PreTrainedModel, drafter: CarryoverDrafter):
         self.embed_tokens = target.get_input_embeddings()
+        self.scale = drafter.config.embedding_scale
         self.weight, self.bias = head_parameters(target)
         self.token_ids = drafter.draft_token_ids()
         if self.token_ids is not None:
             self.token_ids = self.token_ids.to(self.weight.device)
+        if drafter.head_weight is not None:  # its own, which the target's must not replace
+            self.weight, self.bias = drafter.head_weight, None
+        elif self.token_ids is not None:
             self.weight = self.weight[self.token_ids]
             self.bias = None if self.bias is None else self.bias[self.token_ids]
         mask_id = drafter.config.mask_token_id
@@ -184,11 +194,17 @@ class TargetHead:
         if mask_id is not None:
             self.mask_embeds = self.embed(torch.tensor([mask_id]), drafter.device)[0]
 
+    @torch.no_grad()
     def embed(self, token_ids: torch.LongTensor, device) -> torch.Tensor:
-        """Target embeddings `(..., target_hidden_size)` of `token_ids` `(...)`, on `device`."""
+        """
+        Target embeddings `(..., target_hidden_size)` of `token_ids` `(...)`, on `device`: those of the embedding
+        module, or with `config.embedding_scale` the scaled rows of its weight.
+        """
         weight = getattr(self.embed_tokens, "weight", None)
-        source = token_ids.device if weight is None else weight.device
-        return self.embed_tokens(token_ids.to(source)).to(device)
+        token_ids = token_ids.to(token_ids.device if weight is None else weight.device)
+        if self.scale is None:
+            return self.embed_tokens(token_ids).to(device)
+        return (nn.functional.embedding(token_ids, weight) * self.scale).to(device)
 
 
 def drafter_from_target(

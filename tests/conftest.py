@@ -42,6 +42,8 @@ def tiny_drafter(target, seed: int = 0, std: float = 0.2, **kwargs):
     drafter = spread(drafter_from_target(target, **{**values, **kwargs}), std=std, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
+        if drafter.head_weight is not None:
+            drafter.head_weight.copy_(torch.randn(drafter.head_weight.shape, generator=generator) * std)
         for vector in (drafter.carry_embedding, drafter.mask_embedding):
             if vector is not None:
                 vector.copy_(torch.randn(vector.shape, generator=generator))

@@ -59,6 +59,7 @@ class SlowReference:
         base = target.get_base_model() if hasattr(target, "get_base_model") else target
         self.embed = base.get_input_embeddings()
         self.head = base.get_output_embeddings()
+        self.own_head = drafter.head_weight
 
     # The target
 
@@ -71,6 +72,8 @@ class SlowReference:
 
     @torch.no_grad()
     def embedding(self, token):
+        if self.config.embedding_scale is not None:
+            return self.embed.weight[token] * self.config.embedding_scale
         return self.embed(torch.tensor([[token]]))[0, 0]
 
     # The drafter
@@ -119,10 +122,18 @@ class SlowReference:
         group = config.num_attention_heads // config.num_key_value_heads
         sliding = config.layer_types[index] == "sliding_attention"
         rows = []
+
+        def near(i, p, position):
+            if config.sliding_window_from == "anchor":
+                return i >= len(context) or p >= positions[0] - config.sliding_window
+            return p > position - config.sliding_window
+
         for state, position in zip(states, positions, strict=True):
             query = self.linear(f"{layer}.q_proj", state).view(config.num_attention_heads, config.head_dim)
             query = self.rotate(self.norm(f"{layer}.q_norm", query), position)
-            seen = [i for i, p in enumerate(key_positions) if not sliding or p > position - config.sliding_window]
+            seen = [i for i, p in enumerate(key_positions) if not sliding or near(i, p, position)]
+            if config.block_attention == "causal" or (sliding and config.block_attention == "causal_sliding"):
+                seen = [i for i in seen if i < len(context) or key_positions[i] <= position]
             heads = []
             for head in range(config.num_attention_heads):
                 scores = torch.stack([query[head] @ keys[i][head // group] for i in seen]) / math.sqrt(config.head_dim)
@@ -138,10 +149,11 @@ class SlowReference:
             mask = self.weights["mask_embedding"]
         else:
             mask = self.embedding(config.mask_token_id)
-        states = torch.stack([self.embedding(anchor_token)] + [mask] * config.block_size)
+        rows = config.block_size if config.anchor_first else config.block_size + 1
+        states = torch.stack([self.embedding(anchor_token)] + [mask] * (rows - 1))
         if "embed_proj.weight" in self.weights:
             states = self.linear("embed_proj", states)
-        positions = list(range(anchor, anchor + config.block_size + 1))
+        positions = list(range(anchor, anchor + rows))
         for i in range(config.num_hidden_layers):
             normed = self.norm(f"layers.{i}.input_layernorm", states)
             states = states + self.attend(i, normed, positions, context, context_positions)
@@ -149,11 +161,20 @@ class SlowReference:
             gate = torch.nn.functional.silu(self.linear(f"layers.{i}.mlp.gate_proj", normed))
             up = self.linear(f"layers.{i}.mlp.up_proj", normed)
             states = states + self.linear(f"layers.{i}.mlp.down_proj", gate * up)
-        states = self.norm("norm", states)[1:]
+        states = self.norm("norm", states)
+        if not config.anchor_first:  # the anchor row predicts nothing
+            states = states[1:]
         if "head_proj.weight" in self.weights:
             states = self.linear("head_proj", states)
-        logits = states @ self.head.weight.detach()[self.vocabulary].T
-        return logits if self.head.bias is None else logits + self.head.bias.detach()[self.vocabulary]
+        if self.own_head is not None:
+            logits = states @ self.own_head.T
+        else:
+            logits = states @ self.head.weight.detach()[self.vocabulary].T
+            logits = logits if self.head.bias is None else logits + self.head.bias.detach()[self.vocabulary]
+        logits = logits * config.logit_scale
+        if config.logit_softcapping is not None:
+            logits = config.logit_softcapping * (logits / config.logit_softcapping).tanh()
+        return logits
 
     def markov(self, previous):
         if not self.config.markov_rank:

@@ -28,6 +28,14 @@ TINY = {
 }
 # Every own key, away from its default.
 EVERYTHING = {
+    "anchor_first": True,
+    "block_attention": "causal",
+    "sliding_window_from": "anchor",
+    "own_head": True,
+    "logit_scale": 0.5,
+    "logit_softcapping": 30.0,
+    "embedding_scale": 2.0,
+    "converted_from": {"format": "z-lab", "config": {"block_size": 3}},
     **TINY,
     "hidden_act": "gelu",
     "max_position_embeddings": 512,
@@ -149,6 +157,12 @@ def test_sizes_below_one(name, value):
         ({"mask_token_id": 64}, r"`mask_token_id` must lie in 0 \.\.\. 63, got 64\. Use an unused token"),
         ({"mask_token_id": -1}, r"`mask_token_id` must lie in 0 \.\.\. 63, got -1\..*`mask_token_id=None`"),
         ({"markov_rank": -1}, r"`markov_rank` must be 0 \(no Markov head\) or positive, got -1"),
+        ({"num_target_layers": None, "target_layer_ids": [2, 0]}, r"increasing ids in 0 \.\.\., got \[2, 0\]"),
+        ({"logit_scale": 0.0}, r"`logit_scale` must be positive, got 0\.0"),
+        ({"logit_softcapping": -1.0}, r"`logit_softcapping` must be positive, got -1\.0"),
+        ({"embedding_scale": 0.0}, r"`embedding_scale` must be positive, got 0\.0"),
+        ({"sliding_window_from": "row"}, r'`sliding_window_from` must be "query" or "anchor", got \'row\''),
+        ({"block_attention": "none"}, r"must be one of bidirectional, causal_sliding, causal, got 'none'"),
         ({"draft_vocab_size": 0}, r"`draft_vocab_size` must lie in 1 \.\.\. 64 \(`vocab_size`\), got 0"),
         ({"draft_vocab_size": 65}, r"`draft_vocab_size` must lie in 1 \.\.\. 64 \(`vocab_size`\), got 65"),
         ({"draft_sampling": "greedy"}, '`draft_sampling` must be "sample" or "argmax", got \'greedy\''),

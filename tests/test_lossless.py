@@ -43,6 +43,15 @@ def case_id(case) -> str:
     return f"{name}-B{block_size}-{'carry' if carry else 'plain'}-{'markov' if rank else 'dflash'}-{script}"
 
 
+@pytest.mark.parametrize("block_size", [1, 4, 15])
+@pytest.mark.parametrize("carry", [True, False], ids=["carry", "plain"])
+@pytest.mark.parametrize("rank", [0, 4], ids=["dflash", "markov"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma4"])
+def test_anchor_first_layout(name, rank, carry, block_size):
+    for script in ("random", "partial"):
+        check_lossless((name, block_size, carry, rank, script), anchor_first=True, mask_token_id=61)
+
+
 def expected_rounds(block_size: int, plan, length: int) -> tuple[list[int], list[int]]:
     """Proposals and accepted ones per round for a script, from the definition: `m + 1` tokens each, cut at the end."""
     left, proposed, accepted = length - 1, [], []
@@ -149,6 +158,17 @@ def test_features_from_all_hidden_states_and_from_the_selected_ones():
 
 
 SHAPES = {
+    "anchor_first": {"anchor_first": True, "markov_rank": 3},
+    "anchor_first_mask_token": {"anchor_first": True, "mask_token_id": 61},
+    "own_reduced_head": {"draft_token_ids": torch.arange(0, VOCAB, 2), "own_head": True, "anchor_first": True},
+    "raw_embeddings_capped_logits": {"embedding_scale": 0.5, "logit_scale": 2.0, "logit_softcapping": 3.0},
+    "causal_block": {"block_attention": "causal"},
+    "causal_sliding_layers": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 6,
+        "block_attention": "causal_sliding",
+        "sliding_window_from": "anchor",
+    },
     "reduced_vocabulary": {"draft_token_ids": torch.arange(0, VOCAB, 2), "markov_rank": 3},
     "mask_token": {"mask_token_id": 61, "markov_rank": 3},
     "wider": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},

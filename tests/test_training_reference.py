@@ -18,6 +18,10 @@ GAMMA = 3.0
 TOLERANCE = 2e-4  # of the largest value
 SLIDING_DRAFTER = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 NARROW_DRAFTER = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+ANCHOR_FIRST = {"anchor_first": True}
+OWN_HEAD = {"own_head": True}
+SPECULATORS_WINDOW = {**SLIDING_DRAFTER, "block_attention": "causal_sliding", "sliding_window_from": "anchor"}
+CAPPED = {"logit_scale": 0.5, "logit_softcapping": 2.0, "embedding_scale": 1.0}
 HALF_VOCABULARY = {"draft_token_ids": torch.arange(1, 64, 2)}
 
 
@@ -48,6 +52,21 @@ CASES = [
     pytest.param("llama", {"carry": True, "markov_rank": 4, **SLIDING_DRAFTER}, {}, id="sliding-drafter"),
     pytest.param("llama", {"carry": True, "target_layer_ids": [0, 3]}, {}, id="last-layer-tapped"),
     pytest.param("qwen3", {"carry": True, "block_size": 1}, {}, id="one-proposal"),
+    pytest.param("qwen3", {"carry": True, "markov_rank": 4, **ANCHOR_FIRST}, {}, id="anchor-first"),
+    pytest.param("qwen3", {"carry": True, "block_size": 1, **ANCHOR_FIRST}, {}, id="anchor-first-one-row"),
+    pytest.param(
+        "llama",
+        {"carry": False, "markov_rank": 4, **HALF_VOCABULARY, **ANCHOR_FIRST, **OWN_HEAD},
+        {"stage": "baseline", "alpha_ce": 0.1, "alpha_tv": 0.9},
+        id="anchor-first-baseline-own-head-tv",
+    ),
+    pytest.param("llama", {"carry": True, **SPECULATORS_WINDOW}, {}, id="causal-block-window-from-anchor"),
+    pytest.param(
+        "gemma3",
+        {"carry": True, "markov_rank": 4, "block_attention": "causal", **CAPPED},
+        {"alpha_ce": 0.1, "alpha_tv": 0.9},
+        id="causal-capped-raw-embeddings",
+    ),
     pytest.param(
         "mistral",
         {"carry": True, "markov_rank": 4, **HALF_VOCABULARY},

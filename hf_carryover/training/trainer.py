@@ -38,7 +38,13 @@ from .verification import FrozenTarget
 logger = logging.getLogger(__name__)
 
 # Fields that may differ between a checkpoint's configuration and the drafter's: the weights mean the same.
-HARMLESS_FIELDS = {"attention_dropout", "draft_sampling", "initializer_range", "max_position_embeddings"}
+HARMLESS_FIELDS = {
+    "attention_dropout",
+    "converted_from",
+    "draft_sampling",
+    "initializer_range",
+    "max_position_embeddings",
+}
 
 
 class CarryoverTrainer(DraftVerifyDraft):
