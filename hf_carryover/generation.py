@@ -38,6 +38,9 @@ class GenerationReport:
         prefill_ms (`float`): Milliseconds of the target's first pass.
         phases (`dict[str, float]`, *optional*):
             Milliseconds of all rounds by [`~hf_carryover.timing.PHASES`]; inside [`~hf_carryover.split_times`] only.
+        sequences (`list[GenerationReport]`):
+            Of a batch, the report of each sequence; the lists above then have the rounds of all, one sequence after
+            the other, and each sequence's times are those of the rounds it was part of.
     """
 
     proposed: list[int] = field(default_factory=list)
@@ -48,11 +51,23 @@ class GenerationReport:
     target_times: list[float] = field(default_factory=list)
     prefill_ms: float = 0.0
     phases: dict[str, float] | None = None
+    sequences: list[GenerationReport] = field(default_factory=list)
 
     @property
     def rounds(self) -> int:
         """Verification rounds."""
         return len(self.committed)
+
+    @classmethod
+    def pool(cls, reports: list[GenerationReport]) -> GenerationReport:
+        """The report of a batch, from those of its sequences; times are those of the sequence that took longest."""
+        names = ("proposed", "accepted", "committed", "carried")
+        pooled = cls(**{name: [value for report in reports for value in getattr(report, name)] for name in names})
+        longest = max(reports, key=lambda report: report.rounds)
+        pooled.draft_times, pooled.target_times = list(longest.draft_times), list(longest.target_times)
+        pooled.prefill_ms = max(report.prefill_ms for report in reports)
+        pooled.sequences = reports
+        return pooled
 
     @property
     def tau(self) -> float:
@@ -322,7 +337,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         base = base.float()  # argmax over half precision is several times slower on a CPU
         self._lap("draft")
         if self.needs_logits or self.logits_processor:
-            return self._draw_processed(input_ids, base)
+            return self.draw_processed(input_ids, base)
         return self._draw_argmax(input_ids, base)
 
     @torch.no_grad()
@@ -343,13 +358,22 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         return torch.cat([input_ids, tokens.unsqueeze(0).to(input_ids.device)], dim=1), None
 
     @torch.no_grad()
-    def _draw_processed(self, input_ids: torch.LongTensor, base: torch.Tensor):
+    def draw_processed(self, input_ids: torch.LongTensor, base: torch.Tensor, processors=None):
         """
         Proposals one by one through the target's processors, with the exact logits of `q`.
 
         A position at which no token can be drawn (everything the draft vocabulary holds is forbidden, or the drafter
         produced NaN) ends the block: fewer proposals are always lossless.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, sequence_length)`): Committed tokens.
+            base (`torch.Tensor` of shape `(proposals, output_vocab_size)`): Logits without Markov bias.
+            processors (`LogitsProcessorList`, *optional*): Others than those of the call.
+
+        Returns:
+            `tuple[torch.LongTensor, torch.Tensor | None]`: as [`~CarryoverCandidateGenerator.get_candidates`].
         """
+        processors = self.logits_processor if processors is None else processors
         config, markov, token_ids = self.drafter.config, self.drafter.markov_head, self.head.token_ids
         candidates, kept = input_ids, []
         for row in base:
@@ -358,7 +382,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             if token_ids is not None:
                 row = row.new_full((config.vocab_size,), float("-inf")).index_copy_(0, token_ids, row)
             scores = row.unsqueeze(0).to(input_ids.device)
-            scores = self.logits_processor(candidates, scores).float()
+            scores = processors(candidates, scores).float()
             q = torch.softmax(scores, dim=-1)
             if not torch.isfinite(q.sum()):
                 break

@@ -611,14 +611,17 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         hidden_states = self.norm(hidden_states[:, -self.config.block_size :])
         return hidden_states if self.head_proj is None else self.head_proj(hidden_states)
 
-    def _additive_masks(self, visible, query_positions, key_positions, dtype) -> dict[str, torch.Tensor | None]:
+    def additive_masks(self, visible, query_positions, key_positions, dtype, in_block=None):
         """
-        Additive masks per layer type from `visible` `(blocks, 1, keys)` or `None` (all), query positions
-        `(blocks, rows)` and key positions `(blocks, keys)`, the last `rows` of which are the block's own.
+        Additive masks per layer type, `dict[str, torch.Tensor | None]`, from `visible` `(blocks, 1, keys)` or `None`
+        (all), query positions `(blocks, rows)`, key positions `(blocks, keys)` and which keys are the block's own,
+        `in_block` `(blocks, 1, keys)`: by default the last `rows`.
         """
         masks: dict[str, torch.Tensor | None] = {}
         rows = query_positions.shape[1]
-        in_block = torch.arange(key_positions.shape[1], device=key_positions.device) >= key_positions.shape[1] - rows
+        if in_block is None:
+            keys = key_positions.shape[1]
+            in_block = torch.arange(keys, device=key_positions.device) >= keys - rows
         for layer_type in set(self.config.layer_types):
             seen, sliding = visible, layer_type == "sliding_attention"
             if sliding:
@@ -712,7 +715,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
             visible.append(carried_mask)
         key_positions.append(query_positions)
         visible.append(torch.ones_like(query_positions, dtype=torch.bool))
-        masks = self._additive_masks(
+        masks = self.additive_masks(
             torch.cat(visible, dim=1).unsqueeze(1), query_positions, torch.cat(key_positions, dim=1), block.dtype
         )
         hidden = self.run_layers(block, self.rotary_emb(block, query_positions), memory, masks)
@@ -787,7 +790,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         masks: dict = {"full_attention": None}
         if "sliding_attention" in self.config.layer_types or self.config.block_attention == "causal":
             stored = torch.arange(cache.length, device=block.device).unsqueeze(0) + cache.first_position
-            masks = self._additive_masks(None, positions, torch.cat([stored, positions], dim=1), block.dtype)
+            masks = self.additive_masks(None, positions, torch.cat([stored, positions], dim=1), block.dtype)
         if cache.window is None:
             return self.run_layers(block, self.rotary_emb(block, positions), cache, masks)
         first = cache.first_position + cache.window_start

@@ -372,7 +372,7 @@ def test_a_window_keeps_the_block_two_way(target):
     drafter = only_layer(tiny_drafter(target, **SLIDING, block_size=12), 0)
     states = torch.randn(1, 13, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
     positions = torch.arange(30, 43).unsqueeze(0)
-    masks = drafter._additive_masks(None, positions, positions, torch.float32)
+    masks = drafter.additive_masks(None, positions, positions, torch.float32)
     hidden = drafter.run_layers(states, drafter.rotary_emb(states, positions), NoMemory(), masks)
     for row in range(1, 13):
         assert visible(hidden[0, row - 1], states) == list(range(max(row - 7, 0), 13)), row

@@ -93,8 +93,8 @@ def _attention(attention: dict) -> str:
     layers = len(attention["by_layer_and_head"])
     head = ["carried rows", "blocks", "share", "if even", *(f"layer {i}" for i in range(layers))]
     text = (
-        f"Mean share of the mask rows' attention on carried rows: {attention['share']:.3f}; spread evenly over all "
-        f"rows a block sees it would be {attention['uniform']:.3f}."
+        f"Mean share of the predicting rows' attention on carried rows: {attention['share']:.3f}; spread evenly over "
+        f"all rows a block sees it would be {attention['uniform']:.3f}."
     )
     return f"{text}\n\n{pipe_table(head, body)}"
 

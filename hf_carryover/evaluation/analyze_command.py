@@ -41,7 +41,7 @@ from .correlation import correlate
 from .machine import describe_machine, provenance, weights_digest
 from .overhead import measure_overhead
 from .prompts import load_items
-from .replay import Replay
+from .replay import Replay, replay_together
 from .replay_command import named
 from .summary import MEAN
 from .view import RoundTracer, to_html
@@ -134,10 +134,8 @@ def analyze(
     replay = Replay(carryover, target, observers=[reconvergence, attention, tracer])
     matched = MatchedAnchors(carryover, replay.head)
     replay.observers.append(matched)
-    systems = {
-        "carryover": [vars(response) for response in replay(recordings, args.batch_size)],
-        "control": [vars(response) for response in Replay(control, target)(recordings, args.batch_size)],
-    }
+    together = replay_together({"carryover": replay, "control": Replay(control, target)}, recordings, args.batch_size)
+    systems = {name: [vars(response) for response in responses] for name, responses in together.items()}
     acceptance = Acceptance(systems)
     sets = [name for name in acceptance.names if name in reconvergence.rows]
     gains = {name: acceptance.change("carryover", "control", name) for name in [*acceptance.names, MEAN]}
@@ -161,10 +159,9 @@ def probe(target, drafters: dict, recordings, batch_size: int) -> dict | None:
     """τ of every drafter, and its change against the first, per set and over the mean of sets; `None` without any."""
     if not drafters:
         return None
-    systems = {
-        name: [vars(response) for response in Replay(drafter, target)(recordings, batch_size)]
-        for name, drafter in drafters.items()
-    }
+    replays = {name: Replay(drafter, target) for name, drafter in drafters.items()}
+    together = replay_together(replays, recordings, batch_size)
+    systems = {name: [vars(response) for response in responses] for name, responses in together.items()}
     acceptance, reference = Acceptance(systems), next(iter(systems))
     groups = [*acceptance.names, MEAN]
     return {

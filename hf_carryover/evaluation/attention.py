@@ -15,7 +15,7 @@ _RECORDING = "hf_carryover_recorded_eager"
 
 class AttentionShare:
     """
-    Share of the attention of the mask rows (those that predict) that falls on carried rows, per layer and head, by the
+    Share of the attention of the rows that predict that falls on carried rows, per layer and head, by the
     number of carried rows.
 
     Args:
@@ -45,14 +45,14 @@ class AttentionShare:
         if not count.any():
             return
         shares = torch.stack([self._share(w, seen) for w in self._weights(seen)], dim=1).cpu()
-        visible = seen.anchors.cpu() + count + self.size + 1
+        visible = seen.anchors.cpu() + count + self.drafter.config.block_rows
         chosen = count > 0
         self.sums.index_add_(0, count[chosen], shares[chosen])
         self.uniform.index_add_(0, count[chosen], (count / visible)[chosen])
         self.blocks.index_add_(0, count[chosen], torch.ones(int(chosen.sum())))
 
     def _weights(self, seen: ReplayedRound) -> list[torch.Tensor]:
-        """Attention weights of each layer, `(num_streams, kv_heads, groups * (block_size + 1), keys)`."""
+        """Attention weights of each layer, `(num_streams, kv_heads, groups * block_rows, keys)`."""
         config, recorded = self.drafter.config, []
 
         def attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
@@ -74,12 +74,12 @@ class AttentionShare:
         return recorded
 
     def _share(self, weights: torch.Tensor, seen: ReplayedRound) -> torch.Tensor:
-        """`(num_streams, num_heads)`: a layer's weights on carried rows, averaged over the mask rows."""
-        rows = self.size + 1
+        """`(num_streams, num_heads)`: a layer's weights on carried rows, averaged over the predicting rows."""
+        rows = self.drafter.config.block_rows
         carried = weights.shape[-1] - rows - seen.carried["carried_mask"].shape[1]  # where they begin
         on_carried = weights[..., carried : weights.shape[-1] - rows].sum(dim=-1)
         by_row = on_carried.view(weights.shape[0], -1, rows)  # kv heads and groups, in the order of the heads
-        return by_row[..., 1:].mean(dim=-1)
+        return by_row[..., -self.size :].mean(dim=-1)
 
     def summary(self) -> dict:
         """

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from ..modeling_carryover import CarryoverDrafter
 from ..training.loading import load_recordings
 from .analysis import choose_recordings, prompt_set
-from .replay import Replay, ReplayedResponse, acceptance_length
+from .replay import Replay, ReplayedResponse, acceptance_length, replay_together
 
 
 logger = logging.get_logger(__name__)
@@ -66,14 +66,13 @@ def run(args: ReplayArguments) -> dict:
     report: dict = {"dtype": args.dtype, "seed": args.seed, "results": {}}
     for name, folder in recordings.items():
         data = choose_recordings(load_recordings(folder), args.per_set)
+        replays = {k: Replay(drafter, target, temperatures[name], args.seed) for k, drafter in loaded.items()}
         report["results"][name] = {}
-        for system, drafter in loaded.items():
-            replay = Replay(drafter, target, temperatures[name], args.seed)
-            responses = replay(data, args.batch_size)
+        for system, responses in replay_together(replays, data, args.batch_size).items():
             report["results"][name][system] = [vars(response) for response in responses]
             print(f"{name:>12} {system:>14}: {_line(responses)}", flush=True)
-            if args.output:  # after each, so that an interrupted run leaves what it has
-                Path(args.output).write_text(json.dumps(report) + "\n", encoding="utf-8")
+        if args.output:  # after each, so that an interrupted run leaves what it has
+            Path(args.output).write_text(json.dumps(report) + "\n", encoding="utf-8")
     return report
 
 

@@ -192,6 +192,11 @@ def transformers_dflash(drafter: CarryoverDrafter) -> PreTrainedModel:
         "a reduced draft vocabulary": config.draft_vocab_size is not None,
         "a learned mask embedding": config.mask_token_id is None,
         "a width of its own": config.hidden_size != config.target_hidden_size,
+        "blocks that predict from the anchor row": config.anchor_first,
+        "a causal block": config.block_attention != "bidirectional",
+        "a head of its own": config.own_head,
+        "scaled or capped logits": config.logit_scale != 1.0 or config.logit_softcapping is not None,
+        "scaled embeddings": config.embedding_scale is not None,
     }
     problems = [name for name, there in lacking.items() if there]
     if problems:
