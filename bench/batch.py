@@ -55,6 +55,11 @@ def run(target, drafter, groups: list[dict], new_tokens: int, pad: int) -> tuple
     return time.perf_counter() - start, outputs
 
 
+def ratios(above: list[float], below: list[float]) -> dict:
+    """Median quotient and its interval, paired by repetition."""
+    return median_estimate([a / b for a, b in zip(above, below)]).to_dict()
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
@@ -109,10 +114,7 @@ def main(argv: list[str] | None = None) -> int:
             for name, sizes in times.items()
         },
         "over_one": {
-            name: {
-                s: median_estimate([a / b for a, b in zip(sizes[options.sizes[0]], of)]).to_dict()
-                for s, of in sizes.items()
-            }
+            name: {size: ratios(sizes[options.sizes[0]], of) for size, of in sizes.items()}
             for name, sizes in times.items()
         },
         "equal_to_plain": equal,

@@ -3,7 +3,7 @@
 How far a draft step is from what the machine could do.
 
 For every part of a draft step the operations and the bytes it cannot avoid are counted from the drafter's shapes, and
-divided by what the machine is measured to do: `floor = max(operations / peak, bytes / bandwidth)`, summed over the parts.
+divided by what the machine is measured to do: `floor = max(operations / peak, bytes / bandwidth)`, summed over parts.
 Weights are read from memory once a step (the target's pass in between has pushed them out of the caches), as are the
 keys and values of the context. Our step is timed part by part after a walk through a buffer larger than the caches.
 
@@ -188,7 +188,7 @@ def document(report: dict) -> str:
     """`FLOOR.md`."""
     machine = report["machine"]
     lines = [
-        f"- {dtype}: {c['operations'] / 1e9:.0f} GFLOP/s in a large product, {c['bytes'] / 1e9:.1f} GB/s reading memory"
+        f"- {dtype}: {c['operations'] / 1e9:.0f} GFLOP/s in a large product, {c['bytes'] / 1e9:.1f} GB/s reading"
         for dtype, c in report["ceilings"].items()
     ]
     doc = (__doc__ or "").strip().split("\n\n")[1]
@@ -197,11 +197,11 @@ def document(report: dict) -> str:
             [
                 "# The floor of a draft step",
                 doc,
-                f"Measured by `python -m bench.floor` at commit {report['commit']} on {machine['cpu']}, {machine['threads']} "
-                "threads, torch " + report["versions"]["torch"] + ":",
+                f"Measured by `python -m bench.floor` at commit {report['commit']} on {machine['cpu']}, "
+                f"{machine['threads']} threads, torch {report['versions']['torch']}:",
                 "\n".join(lines),
-                "Projection: fusing the verified window. Layers: window keys and values, and the block through the drafter. "
-                "Head: the target's head over the draft vocabulary. Sampling: Markov bias and argmax, proposal by proposal. "
+                "Projection: fusing the verified window. Layers: window keys and values, and the block through them. "
+                "Head: the target's head over the draft vocabulary. Sampling: Markov bias and argmax, one by one. "
                 "One row of the window is committed; brackets are 95 % intervals of the median over repetitions.",
                 table(report["cases"]),
             ]
