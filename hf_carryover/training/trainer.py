@@ -173,6 +173,59 @@ class CarryoverTrainer(DraftVerifyDraft):
                 "with the recordings of that run, or choose another `output_dir`."
             )
 
+    # The Hub
+
+    def create_model_card(self, **kwargs) -> None:
+        """Write the drafter's card to the output folder; see [`model_card`] for what can be given."""
+        from ..hub import Run, model_card
+
+        kwargs = {key: value for key, value in kwargs.items() if value is not None}
+        name = kwargs.pop("model_name", None) or Path(self.args.output_dir).name
+        kwargs.setdefault("runs", {self.args.stage: Run.of_trainer(self)})
+        for ours, theirs in (("base_model", "finetuned_from"), ("datasets", "dataset")):
+            if theirs in kwargs:
+                kwargs.setdefault(ours, kwargs.pop(theirs))
+        known = ("base_model", "runs", "report", "system", "license", "language", "datasets", "data", "limits")
+        kwargs = {key: value for key, value in kwargs.items() if key in known}
+        model_card(self.drafter, name, **kwargs).save(Path(self.args.output_dir) / "README.md")
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = None,
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        repo_id: str | None = None,
+        **kwargs,
+    ):
+        """
+        Publish the drafter as it is now, see [`push_to_hub`]: one commit of weights, config, card, records and report.
+
+        Args:
+            commit_message (`str`, *optional*), token (`str`, *optional*), revision (`str`, *optional*):
+                As in [`push_to_hub`]. The token defaults to `args.hub_token`.
+            blocking (`bool`, *optional*, defaults to `True`): Without effect: the call returns when all is done.
+            repo_id (`str`, *optional*): `args.hub_model_id` by default, or the name of the output folder.
+            kwargs: Of [`push_to_hub`] and [`model_card`].
+
+        Returns:
+            `huggingface_hub.CommitInfo`, on the main process; `None` on others.
+        """
+        from ..hub import push_to_hub
+
+        if not self.is_world_process_zero():
+            return None
+        kwargs.setdefault("private", self.args.hub_private_repo)
+        repo_id = repo_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+        return push_to_hub(
+            self,
+            repo_id,
+            commit_message=commit_message,
+            token=token or self.args.hub_token,
+            revision=revision or self.args.hub_revision,
+            **kwargs,
+        )
+
     def create_optimizer(self, *args, **kwargs):
         """The optimizer of `Trainer`, with `fc.weight` in a group of its own where its learning rate is scaled."""
         optimizer = super().create_optimizer(*args, **kwargs)
