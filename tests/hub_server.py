@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import threading
+import uuid
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -63,8 +64,7 @@ class Repo:
     commits: dict[str, Commit] = field(default_factory=dict)
 
     def add(self, parent: str | None, title: str, files: dict[str, bytes]) -> Commit:
-        content = repr((parent, title, sorted((k, hashlib.sha1(v).hexdigest()) for k, v in files.items())))
-        oid = hashlib.sha1((content + str(len(self.commits))).encode()).hexdigest()
+        oid = uuid.uuid4().hex + uuid.uuid4().hex[:8]  # never seen before, so that no cache knows it
         self.commits[oid] = Commit(oid, parent, title, files)
         return self.commits[oid]
 
@@ -127,8 +127,8 @@ class HubServer:
 
 
 class _Problem(Exception):
-    def __init__(self, status: int, message: str, code: str | None = None):
-        self.status, self.message, self.code = status, message, code
+    def __init__(self, status: int, message: str, code: str | None = None, **content):
+        self.status, self.message, self.code, self.content = status, message, code, content
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -175,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
                     headers["X-Error-Code"] = problem.code
                 if problem.status == 429:
                     headers["Retry-After"] = "0"
-                status, content = problem.status, json.dumps({"error": problem.message}).encode()
+                status, content = problem.status, json.dumps({"error": problem.message, **problem.content}).encode()
             if kind == "lost":
                 return self._close()
         self.send_response(status)
@@ -259,7 +259,7 @@ class _Handler(BaseHTTPRequestHandler):
         name = f"{wanted.get('organization') or 'user'}/{wanted['name']}"
         url = f"{self.hub.endpoint}/{name}"
         if name in self.hub.repos:
-            raise _Problem(409, "You already created this model repo")
+            raise _Problem(409, "You already created this model repo", url=url)
         repo = self.hub.repos[name] = Repo(
             private=wanted.get("visibility") == "private" or wanted.get("private", False)
         )

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers.trainer_utils import EvalLoopOutput
 
+from ..adapters import CONFIG_FILE, add_adapter, has_adapter, load_adapter_state, train_adapter
 from ..configuration_carryover import CarryoverConfig
 from ..modeling_carryover import CarryoverDrafter
 from ..target import TargetHead, check_fit
@@ -61,6 +62,9 @@ class CarryoverTrainer(DraftVerifyDraft):
         args ([`CarryoverTrainingArguments`]): Arguments; `args.stage` chooses the stage.
         train_dataset, eval_dataset (`str` or `datasets.Dataset`, *optional*):
             Recordings, in any form [`load_recordings`] reads. For evaluation also a dictionary of several.
+        peft_config (`peft.PeftConfig`, *optional*):
+            Train an adapter on the frozen drafter instead of the drafter, and the carry embedding with it: see
+            [`add_adapter`]. Checkpoints and `save_model` are then adapters.
         kwargs: Of [`~transformers.Trainer`].
 
     Raises:
@@ -85,6 +89,7 @@ class CarryoverTrainer(DraftVerifyDraft):
         args: CarryoverTrainingArguments,
         train_dataset=None,
         eval_dataset=None,
+        peft_config=None,
         **kwargs,
     ):
         _check_usage(model, args, kwargs)
@@ -94,8 +99,13 @@ class CarryoverTrainer(DraftVerifyDraft):
             self.target.check_branches()
         self._vocab_size = model.config.vocab_size
         kwargs.setdefault("data_collator", RecordingCollator())
+        model = model.float()
+        if peft_config is not None:
+            add_adapter(model, peft_config)
+        elif has_adapter(model):  # a loaded one is frozen
+            train_adapter(model)
         super().__init__(
-            model=model.float(),
+            model=model,
             args=args,
             train_dataset=self._prepared(train_dataset, "train_dataset"),
             eval_dataset=self._prepared(eval_dataset, "eval_dataset"),
@@ -150,6 +160,10 @@ class CarryoverTrainer(DraftVerifyDraft):
 
     def check_checkpoint(self, checkpoint: str | Path) -> None:
         """Raise a `ValueError` when `checkpoint` is no checkpoint, or one of a drafter of another shape or kind."""
+        if has_adapter(self.drafter):
+            if not (Path(checkpoint) / CONFIG_FILE).is_file():
+                raise ValueError(f"{str(checkpoint)!r} is no checkpoint of an adapter: it has no `{CONFIG_FILE}`.")
+            return
         path = Path(checkpoint) / "config.json"
         if not path.is_file():
             raise ValueError(f"{str(checkpoint)!r} is no checkpoint to resume from: it has no `config.json`.")
@@ -165,6 +179,9 @@ class CarryoverTrainer(DraftVerifyDraft):
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         self.check_checkpoint(resume_from_checkpoint)
+        if has_adapter(self.drafter):
+            load_adapter_state(self.drafter, resume_from_checkpoint)
+            return
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         loaded = self.drafter.draft_token_ids()
         if loaded is not None and not torch.equal(loaded.cpu(), self.head.token_ids.cpu()):
@@ -172,6 +189,12 @@ class CarryoverTrainer(DraftVerifyDraft):
                 f"The checkpoint {str(resume_from_checkpoint)!r} has another draft vocabulary of equal size. Resume "
                 "with the recordings of that run, or choose another `output_dir`."
             )
+
+    def _load_best_model(self) -> None:
+        if has_adapter(self.drafter):
+            load_adapter_state(self.drafter, self.state.best_model_checkpoint)
+            return
+        super()._load_best_model()
 
     # The Hub
 
@@ -227,14 +250,19 @@ class CarryoverTrainer(DraftVerifyDraft):
         )
 
     def create_optimizer(self, *args, **kwargs):
-        """The optimizer of `Trainer`, with `fc.weight` in a group of its own where its learning rate is scaled."""
+        """
+        The optimizer of `Trainer`, with `fc.weight`, or what an adapter adds to it, in a group of its own where its
+        learning rate is scaled.
+        """
         optimizer = super().create_optimizer(*args, **kwargs)
-        scale, weight = self.args.fc_learning_rate_scale, self.drafter.fc.weight
+        scale = self.args.fc_learning_rate_scale
         if scale != 1.0 and not any(group.get("is_fc") for group in optimizer.param_groups):
-            group = next(group for group in optimizer.param_groups if any(p is weight for p in group["params"]))
-            group["params"] = [p for p in group["params"] if p is not weight]
-            own = {**group, "params": [weight], "lr": group["lr"] * scale, "is_fc": True}
-            optimizer.add_param_group(own)
+            fusion = {id(p) for p in self.drafter.fc.parameters()}
+            for group in list(optimizer.param_groups):
+                own = [p for p in group["params"] if id(p) in fusion]
+                if own:
+                    group["params"] = [p for p in group["params"] if id(p) not in fusion]
+                    optimizer.add_param_group({**group, "params": own, "lr": group["lr"] * scale, "is_fc": True})
         if self.args.muon and not isinstance(optimizer, MuonAdamW):
             args = self.args
             optimizer = self.optimizer = MuonAdamW(
