@@ -21,6 +21,8 @@ _PUBLIC = {
     "convert_drafter": "convert",
     "drafter_from_target": "target",
     "load_recordings": "training.loading",
+    "model_card": "hub",
+    "push_to_hub": "hub",
     "reshape_drafter": "reshape",
     "split_times": "timing",
 }
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from .configuration_carryover import CarryoverConfig
     from .convert import convert_drafter
     from .generation import CarryoverCandidateGenerator, GenerationReport
+    from .hub import model_card, push_to_hub
     from .modeling_carryover import CarryoverDrafter
     from .reshape import reshape_drafter
     from .target import check_fit, drafter_from_target
@@ -64,6 +67,8 @@ __all__ = [
     "convert_drafter",
     "drafter_from_target",
     "load_recordings",
+    "model_card",
+    "push_to_hub",
     "reshape_drafter",
     "split_times",
 ]

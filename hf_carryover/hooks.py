@@ -32,7 +32,7 @@ from transformers.generation.utils import GenerationMixin
 from .batch_generation import batch_decoding
 from .generation import CarryoverCandidateGenerator
 from .stopping import watch_stopping_criteria
-from .target import check_fit
+from .target import check_fit, unwrap_target
 
 
 _MARKER = "_hf_carryover_wrapped"
@@ -157,7 +157,7 @@ def _wrap_get_candidate_generator(original):
             return original(self, *args, assistant_model=assistant_model, **kwargs)
         return CarryoverCandidateGenerator(
             target=self,
-            drafter=assistant_model,
+            drafter=unwrap_target(assistant_model),  # PEFT may have wrapped it
             generation_config=kwargs["generation_config"],
             logits_processor=kwargs.get("logits_processor"),
             attention_mask=kwargs.get("model_kwargs", {}).get("attention_mask"),

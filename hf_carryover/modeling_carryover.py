@@ -487,6 +487,27 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         _check_loading(model, info, name, fresh_carry=True)
         return (model, info) if output_loading_info else model
 
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """Like the parent; a drafter with an adapter writes the adapter, as PEFT does."""
+        if not getattr(self, "peft_config", None):
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        from hf_carryover.adapters import save_adapter
+
+        if kwargs.get("is_main_process", True):
+            save_adapter(self, save_directory, kwargs.get("state_dict"))
+
+    def merge_and_unload(self) -> "CarryoverDrafter":
+        """Merge the adapter into the weights and take it out, in place; returns the drafter."""
+        from hf_carryover.adapters import remove_adapter
+
+        return remove_adapter(self, merge=True)
+
+    def unload(self) -> "CarryoverDrafter":
+        """Take the adapter out and leave the base's weights as they were, in place; returns the drafter."""
+        from hf_carryover.adapters import remove_adapter
+
+        return remove_adapter(self, merge=False)
+
     def __getattr__(self, name: str):
         # The first thing `generate` asks of an assistant it does not know: without the hooks it must not go on.
         if name == "generation_config":

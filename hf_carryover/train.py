@@ -201,6 +201,16 @@ def _git(*command: str) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
+def training_choices(args: CarryoverTrainingArguments) -> dict:
+    """What differs from the defaults, and the seed; without folders and tokens."""
+    defaults = CarryoverTrainingArguments(output_dir=args.output_dir).to_dict()
+    return {
+        key: value
+        for key, value in args.to_dict().items()
+        if (defaults.get(key) != value or key == "seed") and not key.endswith(("_dir", "_from_checkpoint", "_token"))
+    }
+
+
 def write_record(
     output: Path,
     arguments: DrafterArguments,
@@ -209,12 +219,7 @@ def write_record(
     metrics: dict,
 ) -> None:
     """Write `training.json`, with the drafter's own config, and `training_log.jsonl`."""
-    defaults = CarryoverTrainingArguments(output_dir=args.output_dir).to_dict()
-    chosen = {
-        key: value
-        for key, value in args.to_dict().items()
-        if (defaults.get(key) != value or key == "seed") and not key.endswith(("_dir", "_from_checkpoint"))
-    }
+    chosen = training_choices(args)
     data = asdict(arguments)
     # Names of folders, not their places: those differ on every machine. A Hub id stays as it is.
     data["recordings"] = [_place(name, 1) for name in data["recordings"]]

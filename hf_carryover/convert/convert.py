@@ -309,7 +309,9 @@ def drafter_of(reading: Reading, name: str, cls: type = CarryoverDrafter, **kwar
     """
     overrides = {key: kwargs.pop(key) for key in list(kwargs) if key in CarryoverConfig.__annotations__}
     config = CarryoverConfig(**{**reading.config, **overrides})
-    config._name_or_path = name
     for note in reading.notes:
         logger.warning(f"{name}: {note}")
-    return cls.from_tensors(config, reading.tensors, name=name, **kwargs)
+    loaded = cls.from_tensors(config, reading.tensors, name=name, **kwargs)
+    drafter = loaded[0] if isinstance(loaded, tuple) else loaded
+    drafter.name_or_path = drafter.config._name_or_path = name
+    return loaded

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
+from ..adapters import find_adapter, load_adapter_drafter
 from .checkpoint import read_checkpoint
 from .convert import drafter_of, read_drafter
 from .formats import detect_format
@@ -24,10 +25,20 @@ def find_loader(name, hub: dict):
     try:
         config, _ = PreTrainedConfig.get_config_dict(name, **hub)
     except (OSError, ValueError):
-        return None
+        config = {}
+    if not config:  # none there, or that of an adapter's folder
+        folder = find_adapter(name, hub)
+        return None if folder is None else functools.partial(_load_adapter, folder, name, hub)
     if detect_format(config) == "carryover":
         return None
     return functools.partial(_load_foreign, name, hub)
+
+
+def _load_adapter(folder: Path, name: str | Path, hub: dict, cls, **kwargs):
+    """An adapter and its base, which the arguments that say where the adapter is do not concern."""
+    kept = ("token", "cache_dir", "local_files_only", "force_download")
+    kwargs = {key: value for key, value in kwargs.items() if key not in hub or key in kept}
+    return load_adapter_drafter(folder, name, cls=cls, **kwargs)
 
 
 def _load_foreign(name: str | Path, hub: dict, cls, **kwargs):

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers.trainer_utils import EvalLoopOutput
 
+from ..adapters import CONFIG_FILE, add_adapter, has_adapter, load_adapter_state, train_adapter
 from ..configuration_carryover import CarryoverConfig
 from ..modeling_carryover import CarryoverDrafter
 from ..target import TargetHead, check_fit
@@ -61,6 +62,9 @@ class CarryoverTrainer(DraftVerifyDraft):
         args ([`CarryoverTrainingArguments`]): Arguments; `args.stage` chooses the stage.
         train_dataset, eval_dataset (`str` or `datasets.Dataset`, *optional*):
             Recordings, in any form [`load_recordings`] reads. For evaluation also a dictionary of several.
+        peft_config (`peft.PeftConfig`, *optional*):
+            Train an adapter on the frozen drafter instead of the drafter, and the carry embedding with it: see
+            [`add_adapter`]. Checkpoints and `save_model` are then adapters.
         kwargs: Of [`~transformers.Trainer`].
 
     Raises:
@@ -85,6 +89,7 @@ class CarryoverTrainer(DraftVerifyDraft):
         args: CarryoverTrainingArguments,
         train_dataset=None,
         eval_dataset=None,
+        peft_config=None,
         **kwargs,
     ):
         _check_usage(model, args, kwargs)
@@ -94,8 +99,13 @@ class CarryoverTrainer(DraftVerifyDraft):
             self.target.check_branches()
         self._vocab_size = model.config.vocab_size
         kwargs.setdefault("data_collator", RecordingCollator())
+        model = model.float()
+        if peft_config is not None:
+            add_adapter(model, peft_config)
+        elif has_adapter(model):  # a loaded one is frozen
+            train_adapter(model)
         super().__init__(
-            model=model.float(),
+            model=model,
             args=args,
             train_dataset=self._prepared(train_dataset, "train_dataset"),
             eval_dataset=self._prepared(eval_dataset, "eval_dataset"),
@@ -150,6 +160,10 @@ class CarryoverTrainer(DraftVerifyDraft):
 
     def check_checkpoint(self, checkpoint: str | Path) -> None:
         """Raise a `ValueError` when `checkpoint` is no checkpoint, or one of a drafter of another shape or kind."""
+        if has_adapter(self.drafter):
+            if not (Path(checkpoint) / CONFIG_FILE).is_file():
+                raise ValueError(f"{str(checkpoint)!r} is no checkpoint of an adapter: it has no `{CONFIG_FILE}`.")
+            return
         path = Path(checkpoint) / "config.json"
         if not path.is_file():
             raise ValueError(f"{str(checkpoint)!r} is no checkpoint to resume from: it has no `config.json`.")
@@ -165,6 +179,9 @@ class CarryoverTrainer(DraftVerifyDraft):
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         self.check_checkpoint(resume_from_checkpoint)
+        if has_adapter(self.drafter):
+            load_adapter_state(self.drafter, resume_from_checkpoint)
+            return
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         loaded = self.drafter.draft_token_ids()
         if loaded is not None and not torch.equal(loaded.cpu(), self.head.token_ids.cpu()):
@@ -173,15 +190,79 @@ class CarryoverTrainer(DraftVerifyDraft):
                 "with the recordings of that run, or choose another `output_dir`."
             )
 
+    def _load_best_model(self) -> None:
+        if has_adapter(self.drafter):
+            load_adapter_state(self.drafter, self.state.best_model_checkpoint)
+            return
+        super()._load_best_model()
+
+    # The Hub
+
+    def create_model_card(self, **kwargs) -> None:
+        """Write the drafter's card to the output folder; see [`model_card`] for what can be given."""
+        from ..hub import Run, model_card
+
+        kwargs = {key: value for key, value in kwargs.items() if value is not None}
+        name = kwargs.pop("model_name", None) or Path(self.args.output_dir).name
+        kwargs.setdefault("runs", {self.args.stage: Run.of_trainer(self)})
+        for ours, theirs in (("base_model", "finetuned_from"), ("datasets", "dataset")):
+            if theirs in kwargs:
+                kwargs.setdefault(ours, kwargs.pop(theirs))
+        known = ("base_model", "runs", "report", "system", "license", "language", "datasets", "data", "limits")
+        kwargs = {key: value for key, value in kwargs.items() if key in known}
+        model_card(self.drafter, name, **kwargs).save(Path(self.args.output_dir) / "README.md")
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = None,
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        repo_id: str | None = None,
+        **kwargs,
+    ):
+        """
+        Publish the drafter as it is now, see [`push_to_hub`]: one commit of weights, config, card, records and report.
+
+        Args:
+            commit_message (`str`, *optional*), token (`str`, *optional*), revision (`str`, *optional*):
+                As in [`push_to_hub`]. The token defaults to `args.hub_token`.
+            blocking (`bool`, *optional*, defaults to `True`): Without effect: the call returns when all is done.
+            repo_id (`str`, *optional*): `args.hub_model_id` by default, or the name of the output folder.
+            kwargs: Of [`push_to_hub`] and [`model_card`].
+
+        Returns:
+            `huggingface_hub.CommitInfo`, on the main process; `None` on others.
+        """
+        from ..hub import push_to_hub
+
+        if not self.is_world_process_zero():
+            return None
+        kwargs.setdefault("private", self.args.hub_private_repo)
+        repo_id = repo_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+        return push_to_hub(
+            self,
+            repo_id,
+            commit_message=commit_message,
+            token=token or self.args.hub_token,
+            revision=revision or self.args.hub_revision,
+            **kwargs,
+        )
+
     def create_optimizer(self, *args, **kwargs):
-        """The optimizer of `Trainer`, with `fc.weight` in a group of its own where its learning rate is scaled."""
+        """
+        The optimizer of `Trainer`, with `fc.weight`, or what an adapter adds to it, in a group of its own where its
+        learning rate is scaled.
+        """
         optimizer = super().create_optimizer(*args, **kwargs)
-        scale, weight = self.args.fc_learning_rate_scale, self.drafter.fc.weight
+        scale = self.args.fc_learning_rate_scale
         if scale != 1.0 and not any(group.get("is_fc") for group in optimizer.param_groups):
-            group = next(group for group in optimizer.param_groups if any(p is weight for p in group["params"]))
-            group["params"] = [p for p in group["params"] if p is not weight]
-            own = {**group, "params": [weight], "lr": group["lr"] * scale, "is_fc": True}
-            optimizer.add_param_group(own)
+            fusion = {id(p) for p in self.drafter.fc.parameters()}
+            for group in list(optimizer.param_groups):
+                own = [p for p in group["params"] if id(p) in fusion]
+                if own:
+                    group["params"] = [p for p in group["params"] if id(p) not in fusion]
+                    optimizer.add_param_group({**group, "params": own, "lr": group["lr"] * scale, "is_fc": True})
         if self.args.muon and not isinstance(optimizer, MuonAdamW):
             args = self.args
             optimizer = self.optimizer = MuonAdamW(
