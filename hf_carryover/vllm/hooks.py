@@ -11,6 +11,7 @@ place to register. Each wrapper here delegates unless a Carryover drafter is in 
 - `DFlashProposer.__new__` (V1): [`CarryoverProposer`];
 - `GPUModelRunner._input_fits_in_drafter` (V1): always. One request near `max_model_len` would stop the drafting of all
   others, and the rows verified meanwhile would be missing from the drafter's cache; ours handles it per request;
+- `expand_batch_to_tokens` (V1, CPU): the temperature of each row when sampling, see below;
 - `SpecDecodingProm`: a counter of carried rows.
 
 All of it can go when vLLM lets a model class name its proposer and its config mapping.
@@ -22,7 +23,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.spec_decode.dflash import DFlashProposer
 from vllm.v1.spec_decode.metrics import SpecDecodingProm
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -30,7 +33,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from . import metrics
 from .config import adapt_config, check_serving, is_carryover, is_carryover_config
 from .discovery import is_carryover_folder
-from .proposer import CarryoverProposer
+from .proposer import CarryoverProposer, in_use
 
 
 _MARKER = "_hf_carryover_wrapped"
@@ -100,6 +103,23 @@ def _wrap_input_fits(original: Callable) -> Callable:
     return _input_fits_in_drafter
 
 
+def _wrap_expand(original: Callable) -> Callable:
+    """
+    vLLM's CPU build (0.32; in the sources of 0.33 too, vllm-project/vllm#55005) fills a copy of the result and returns
+    memory as it was allocated: with any drafter, requests with a temperature above 0 are verified against the wrong
+    distribution. Can go when that issue is closed in the oldest supported version.
+    """
+
+    @functools.wraps(original)
+    def expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+        if x.device.type != "cpu" or not in_use():
+            return original(x, cu_num_tokens, num_tokens, replace_from, replace_to)
+        counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())
+        return torch.repeat_interleave(torch.where(x == replace_from, x.new_tensor(replace_to), x), counts)
+
+    return expand_batch_to_tokens
+
+
 def _wrap_prom_init(original: Callable) -> Callable:
     @functools.wraps(original)
     def __init__(self, speculative_config, labelnames, per_engine_labelvalues, *args, **kwargs):
@@ -119,13 +139,14 @@ def _wrap_prom_observe(original: Callable) -> Callable:
     return observe
 
 
-# Class, attribute, wrapper.
+# Class or module, attribute, wrapper.
 HOOKS: tuple[tuple[Any, str, Callable], ...] = (
     (SpeculativeConfig, "__post_init__", _wrap_post_init),
     (SpeculativeConfig, "hf_config_override", _wrap_hf_config_override),
     (VllmConfig, "num_lookahead_tokens", _wrap_num_lookahead_tokens),
     (DFlashProposer, "__new__", _wrap_new),
     (GPUModelRunner, "_input_fits_in_drafter", _wrap_input_fits),
+    (rejection_sampler, "expand_batch_to_tokens", _wrap_expand),
     (SpecDecodingProm, "__init__", _wrap_prom_init),
     (SpecDecodingProm, "observe", _wrap_prom_observe),
 )

@@ -10,6 +10,7 @@ slots are needed than vLLM reserves already: window, `1 + num_speculative_tokens
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -22,6 +23,14 @@ from vllm.v1.spec_decode.dflash import DFlashProposer
 
 from .layout import BlockLayout, block_layout
 from .sampling import draw_blocks
+
+
+_ALIVE: WeakSet[CarryoverProposer] = WeakSet()
+
+
+def in_use() -> bool:
+    """Whether an engine of this process drafts with a Carryover drafter."""
+    return len(_ALIVE) > 0
 
 
 class CarryoverProposer(DFlashProposer):
@@ -42,6 +51,7 @@ class CarryoverProposer(DFlashProposer):
                 f"{get_pp_group().world_size}. Use tensor parallelism."
             )
         self.block_rows = config.block_size + 1
+        _ALIVE.add(self)
         self.carry = bool(config.carry)
         self.count_carried = False
         self.carried_rows = 0
@@ -182,4 +192,4 @@ class CarryoverProposer(DFlashProposer):
             self.model(**self._model_inputs(rows))
 
 
-__all__ = ["CarryoverProposer"]
+__all__ = ["CarryoverProposer", "in_use"]
