@@ -67,7 +67,6 @@ def adapt_config(config: CarryoverConfig) -> CarryoverConfig:
         "mask_token_id": config.mask_token_id or 0,
         "causal": False,
     }
-    config.n_predict = config.block_size  # what `num_speculative_tokens` defaults to
     return config
 
 

@@ -8,18 +8,18 @@ from transformers import PreTrainedConfig
 from hf_carryover.configuration_carryover import CarryoverConfig
 
 
-def is_carryover_folder(model: str | None, revision: str | None = None) -> bool:
+def carryover_config_dict(model: str | None, revision: str | None = None) -> dict | None:
     """
-    Whether `model`, a folder or a Hub repository, holds a Carryover drafter. A name that can't be read is none of
-    ours: vLLM says what is wrong with it.
+    The `config.json` of `model`, a folder or a Hub repository, if it holds a Carryover drafter. A name that can't be
+    read is none of ours: vLLM says what is wrong with it.
     """
     if not model or model.startswith("["):
-        return False
+        return None
     try:
         config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
     except (OSError, ValueError):
-        return False
-    return config.get("model_type") == CarryoverConfig.model_type
+        return None
+    return config if config.get("model_type") == CarryoverConfig.model_type else None
 
 
-__all__ = ["is_carryover_folder"]
+__all__ = ["carryover_config_dict"]

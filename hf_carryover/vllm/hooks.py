@@ -30,20 +30,32 @@ from vllm.v1.spec_decode.dflash import DFlashProposer
 from vllm.v1.spec_decode.metrics import SpecDecodingProm
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from hf_carryover.configuration_carryover import CarryoverConfig
+
 from . import metrics
 from .config import adapt_config, check_serving, is_carryover, is_carryover_config
-from .discovery import is_carryover_folder
+from .discovery import carryover_config_dict
 from .proposer import CarryoverProposer, in_use
 
 
 _MARKER = "_hf_carryover_wrapped"
 
 
+def _fill_in(config: SpeculativeConfig) -> None:
+    """Method and number of proposals of a Carryover drafter, where they were left out."""
+    if config.method is not None and not (config.method == "dflash" and config.num_speculative_tokens is None):
+        return
+    found = carryover_config_dict(config.model, config.revision)
+    if found is not None:
+        config.method = "dflash"
+        if config.num_speculative_tokens is None:
+            config.num_speculative_tokens = found.get("block_size", CarryoverConfig.block_size)
+
+
 def _wrap_post_init(original: Callable) -> Callable:
     @functools.wraps(original)
     def __post_init__(self, *args, **kwargs):
-        if self.method is None and is_carryover_folder(self.model, self.revision):
-            self.method = "dflash"
+        _fill_in(self)
         original(self, *args, **kwargs)
         if not is_carryover(self):
             return
