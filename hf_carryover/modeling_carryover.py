@@ -31,6 +31,7 @@ from weakref import WeakKeyDictionary
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
@@ -61,10 +62,13 @@ class CarryoverDrafterOutput(ModelOutput):
             Draft logits for positions `a+1 … a+B`, over the draft vocabulary; with `head_weight` only.
         hidden_states (`torch.Tensor` of shape `(num_blocks, block_size, target_hidden_size)`):
             Final states of the rows that predict, the input of the head.
+        losses (`torch.Tensor` of shape `(num_blocks, block_size)`, *optional*):
+            What `row_loss` made of the logits, if it was given; then `logits` is `None`.
     """
 
     logits: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None
+    losses: torch.Tensor | None = None
 
 
 class CarryoverRotaryEmbedding(Qwen3RotaryEmbedding):
@@ -755,6 +759,8 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         head_weight: torch.Tensor | None = None,
         head_bias: torch.Tensor | None = None,
         memory: ParallelMemory | None = None,
+        row_loss: Callable[[torch.Tensor, slice], torch.Tensor] | None = None,
+        max_logits: int | None = None,
         **kwargs,
     ) -> CarryoverDrafterOutput:
         """
@@ -784,6 +790,12 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
                 Rows of the target's head. Without it no logits are returned.
             head_bias (`torch.Tensor` of shape `(output_vocab_size,)`, *optional*): Of the target's head.
             memory ([`ParallelMemory`], *optional*): Of [`CarryoverDrafter.remember`], instead of `features`.
+            row_loss (`Callable`, *optional*):
+                Takes logits `(rows, output_vocab_size)` and which rows of all `num_blocks * block_size` they are, and
+                returns `(rows,)` losses.
+            max_logits (`int`, *optional*):
+                With `row_loss`, how many logits may exist at a time. Where there are more, the head runs over parts of
+                the rows, and once more in the backward pass.
 
         Returns:
             [`CarryoverDrafterOutput`]
@@ -813,8 +825,30 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
             torch.cat(visible, dim=1).unsqueeze(1), query_positions, torch.cat(key_positions, dim=1), block.dtype
         )
         hidden = self.run_layers(block, self.rotary_emb(block, query_positions), memory, masks)
-        logits = None if head_weight is None else self.logits(hidden, head_weight, head_bias, previous_ids)
+        if head_weight is None:
+            return CarryoverDrafterOutput(hidden_states=hidden)
+        if row_loss is not None:
+            losses = self._row_losses(hidden, head_weight, head_bias, previous_ids, row_loss, max_logits)
+            return CarryoverDrafterOutput(hidden_states=hidden, losses=losses)
+        logits = self.logits(hidden, head_weight, head_bias, previous_ids)
         return CarryoverDrafterOutput(logits=logits, hidden_states=hidden)
+
+    def _row_losses(self, hidden_states, head_weight, head_bias, previous_ids, row_loss, max_logits) -> torch.Tensor:
+        """`row_loss` of all rows `(num_blocks, block_size)`, without more than `max_logits` logits at a time."""
+        flat = hidden_states.flatten(0, 1)
+        previous = None if previous_ids is None else previous_ids.flatten()
+        most = len(flat) if max_logits is None else max(1, max_logits // head_weight.shape[0])
+
+        def losses_of(states: torch.Tensor, rows: slice) -> torch.Tensor:
+            part = None if previous is None else previous[rows]
+            return row_loss(self.logits(states, head_weight, head_bias, part), rows)
+
+        parts = [slice(start, min(start + most, len(flat))) for start in range(0, len(flat), most)]
+        if len(parts) == 1 or not torch.is_grad_enabled():
+            losses = [losses_of(flat[rows], rows) for rows in parts]
+        else:
+            losses = [checkpoint(losses_of, flat[rows], rows, use_reentrant=False) for rows in parts]
+        return torch.cat(losses).view(hidden_states.shape[:2])
 
     def logits(self, hidden_states, head_weight, head_bias=None, previous_ids=None) -> torch.Tensor:
         """

@@ -56,6 +56,11 @@ class CarryoverTrainingArguments(TrainingArguments):
             What happens to a step whose gradient is not finite: `"skip"` drops it, counts it (`skipped_steps` in the
             log) and goes on, `"stop"` ends the run with the weights before it.
 
+        max_logits (`int`, *optional*, defaults to 2**28):
+            Draft logits that may exist at a time (2**28 of them are 1 GiB in float32). Where blocks have more, head
+            and loss run over parts of the rows, and once more in the backward pass: a third more work in the head, and
+            memory that does not grow with anchors, block size and vocabulary.
+
         > Parameters that control the data
 
         feature_cache_dir (`str`, *optional*):
@@ -95,6 +100,7 @@ class CarryoverTrainingArguments(TrainingArguments):
     non_finite_steps: str = field(
         default="skip", metadata={"help": '"skip" or "stop" at a step whose gradient is not finite.'}
     )
+    max_logits: int = field(default=2**28, metadata={"help": "Draft logits that may exist at a time."})
     carry_cache_dir: str | None = field(default=None, metadata={"help": "Folder for verified first drafts."})
     feature_cache_dir: str | None = field(default=None, metadata={"help": "Folder for cached target features."})
 
@@ -120,6 +126,8 @@ class CarryoverTrainingArguments(TrainingArguments):
                 "`alpha_ce`, `alpha_tv` and `alpha_kl` must not be negative nor all 0, got "
                 f"{self.alpha_ce}, {self.alpha_tv} and {self.alpha_kl}."
             )
+        if self.max_logits < 1:
+            raise ValueError(f"`max_logits` must be at least 1, got {self.max_logits}.")
         if self.draft_temperature < 0:
             raise ValueError(f"`draft_temperature` must not be negative, got {self.draft_temperature}.")
         if self.draft_temperature > 0 and self.stage == "baseline":

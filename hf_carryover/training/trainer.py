@@ -398,12 +398,15 @@ class CarryoverTrainer(DraftVerifyDraft):
         weights = weights * blocks.counted.unsqueeze(1)
         anchors = batch["input_ids"][blocks.sequence_index, blocks.positions]
         previous = torch.cat([anchors.unsqueeze(1), tokens[:, :-1]], dim=1)
-        outputs = self._draft(model, recorded.features, anchors, blocks, previous)
-        target_probs = None
-        if self.args.soft_labels:
-            target_probs = self._target_probs(recorded.logits, blocks)
         alphas = (self.args.alpha_ce, self.args.alpha_tv, self.args.alpha_kl)
-        losses = block_loss(outputs.logits, labels, weights, target_probs, *alphas)
+
+        def row_loss(logits: torch.Tensor, rows: slice) -> torch.Tensor:
+            probs = self._target_probs(recorded.logits, blocks, rows) if self.args.soft_labels else None
+            wanted, weight = labels.flatten()[rows].unsqueeze(1), weights.flatten()[rows].unsqueeze(1)
+            return block_loss(logits.unsqueeze(1), wanted, weight, probs, *alphas).squeeze(1)
+
+        outputs = self._draft(model, recorded.features, anchors, blocks, previous, row_loss)
+        losses = outputs.losses
         if self.drafter.training:
             self._count(losses, weights, blocks)
         return losses, {
@@ -416,14 +419,18 @@ class CarryoverTrainer(DraftVerifyDraft):
             "hidden_states": outputs.hidden_states,
         }
 
-    def _target_probs(self, logits: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-        """The target's probabilities of the draft tokens for labels `x_{a+1} …`: recorded logits at `a … a+B-1`."""
-        offsets = torch.arange(self.drafter.config.block_size, device=logits.device)
-        rows = (blocks.positions.unsqueeze(1) + offsets).clamp(max=logits.shape[1] - 1)
-        probs = logits.float().softmax(dim=-1)
+    def _target_probs(self, logits: torch.Tensor, blocks: Blocks, rows: slice) -> torch.Tensor:
+        """
+        The target's probabilities of the draft tokens for labels `x_{a+1} …`, `(rows, 1, draft_vocab)`, of the given
+        rows of all `num_blocks * block_size`: recorded logits at `a … a+B-1`.
+        """
+        size = self.drafter.config.block_size
+        places = (blocks.positions.unsqueeze(1) + torch.arange(size, device=logits.device)).flatten()[rows]
+        sequences = blocks.sequence_index.repeat_interleave(size)[rows]
+        probs = logits[sequences, places.clamp(max=logits.shape[1] - 1)].float().softmax(dim=-1)
         if self.head.token_ids is not None:
-            probs = probs[..., self.head.token_ids]
-        return probs[blocks.sequence_index.unsqueeze(1), rows]
+            probs = probs[:, self.head.token_ids]
+        return probs.unsqueeze(1)
 
     # Logging and evaluation
 
@@ -486,8 +493,7 @@ class CarryoverTrainer(DraftVerifyDraft):
         losses, seen = self.block_losses(model, batch)
         blocks: Blocks = seen["blocks"]
         # Once more, without the recorded tokens' Markov bias: the proposals have their own.
-        base = self.drafter.logits(seen["hidden_states"], self.head.weight, self.head.bias)
-        proposals = self.roll_out(base, seen["anchors"])
+        proposals = self.propose(seen["hidden_states"], seen["anchors"])
         runs = response_runs(batch["response_mask"])[blocks.sequence_index, blocks.positions]
         counts = acceptance_counts(accepted_prefix(proposals, seen["tokens"], seen["exist"]), runs, proposals.shape[1])
         columns = [losses.sum(1, keepdim=True), seen["weights"].sum(1, keepdim=True)]
