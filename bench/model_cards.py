@@ -63,11 +63,11 @@ def data_line(recordings: list[str], held_out: int) -> str:
     return (
         "Recorded greedy responses of the target to user turns it wrote itself, steered to eight kinds of requests: "
         f"{train[0]} recordings with {train[1]:,} response tokens; {rest[0]} recordings held out. No prompt of the "
-        "sets above. A baseline first, in one stage or two (the first saw fewer recordings), then control and carryover "
-        "from it with equal steps, data, seeds and anchors. The commands give float32 files, converted to bfloat16 "
-        "for shipping. Three layers, B = 7 and the reduced vocabulary are chosen for two CPU cores, where verifying "
-        "8 rows costs little more than a plain step and a head over all 49152 tokens would cost more than the layers. "
-        "`training.json` and `training_log.jsonl` are the records of this stage, prefixed ones those before it."
+        "sets above. A baseline first, in one stage or two (the first saw fewer recordings), then control and "
+        "carryover from it with equal steps, data, seeds and anchors. The commands give float32 files, converted to "
+        "bfloat16 for shipping. Three layers, B = 7 and the reduced vocabulary are chosen for two CPU cores, where "
+        "verifying 8 rows costs little more than a plain step and a head over all 49152 tokens would cost more than "
+        "the layers. `training.json` and `training_log.jsonl` are the records of this stage, prefixed ones those before it."
     )
 
 
