@@ -67,7 +67,7 @@ def data_line(recordings: list[str], held_out: int) -> str:
         "carryover from it with equal steps, data, seeds and anchors. The commands give float32 files, converted to "
         "bfloat16 for shipping. Three layers, B = 7 and the reduced vocabulary are chosen for two CPU cores, where "
         "verifying 8 rows costs little more than a plain step and a head over all 49152 tokens would cost more than "
-        "the layers. `training.json` and `training_log.jsonl` are the records of this stage, prefixed ones those before it."
+        "the layers. `training.json` and `training_log.jsonl` are the records of this stage, others are prefixed."
     )
 
 
