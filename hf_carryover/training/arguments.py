@@ -43,6 +43,12 @@ class CarryoverTrainingArguments(TrainingArguments):
             where they are far above 1 (SmolLM2: 1 to 30 beside outliers of hundreds) an Adam step of the common rate
             moves the fused state by more than itself, and nothing that reads it can learn. Choose about
             1 / mean |state|.
+        carry_learning_rate_scale (`float`, *optional*, defaults to 1.0):
+            Factor on the learning rate of what only carried rows use: the carry embedding `e`, and the map of carried
+            tokens. They are added to the fused state, so they must be able to become as large: where that one is far
+            above 1 (SmolLM2: 9) an Adam step of the common rate moves `e` by nothing, and the drafter can't tell
+            carried rows from committed ones. Choose so that a step is about 1 % of it, 0.01 · |fc(h)| / learning rate
+            (SmolLM2: 300).
         draft_temperature (`float`, *optional*, defaults to 0.0):
             Temperature of the first draft's proposals; 0 takes the likeliest tokens. Draws depend on the seed, the
             step and the example alone, as anchors do.
@@ -95,6 +101,9 @@ class CarryoverTrainingArguments(TrainingArguments):
     )
     muon: bool = field(default=False, metadata={"help": "Muon for the layers' matrices instead of AdamW."})
     fc_learning_rate_scale: float = field(default=1.0, metadata={"help": "Factor on the learning rate of fc.weight."})
+    carry_learning_rate_scale: float = field(
+        default=1.0, metadata={"help": "Factor on the learning rate of what only carried rows use."}
+    )
     draft_temperature: float = field(default=0.0, metadata={"help": "Temperature of the first draft; 0 is greedy."})
     carry_warmup_steps: int = field(default=0, metadata={"help": "First steps, which carry recorded rows."})
     non_finite_steps: str = field(
@@ -118,8 +127,9 @@ class CarryoverTrainingArguments(TrainingArguments):
             raise ValueError(f"`anchors_per_response` must be at least 1, got {self.anchors_per_response}.")
         if self.gamma is not None and self.gamma <= 0:
             raise ValueError(f"`gamma` must be positive, got {self.gamma}.")
-        if self.fc_learning_rate_scale <= 0:
-            raise ValueError(f"`fc_learning_rate_scale` must be positive, got {self.fc_learning_rate_scale}.")
+        for name in ("fc_learning_rate_scale", "carry_learning_rate_scale"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
         alphas = (self.alpha_ce, self.alpha_tv, self.alpha_kl)
         if min(alphas) < 0 or sum(alphas) == 0:
             raise ValueError(

@@ -302,18 +302,27 @@ class CarryoverTrainer(DraftVerifyDraft):
 
     def create_optimizer(self, *args, **kwargs):
         """
-        The optimizer of `Trainer`, with `fc.weight`, or what an adapter adds to it, in a group of its own where its
-        learning rate is scaled.
+        The optimizer of `Trainer`, with `fc.weight`, or what an adapter adds to it, and what only carried rows use in
+        groups of their own where their learning rates are scaled.
         """
         optimizer = super().create_optimizer(*args, **kwargs)
-        scale = self.args.fc_learning_rate_scale
-        if scale != 1.0 and not any(group.get("is_fc") for group in optimizer.param_groups):
-            fusion = {id(p) for p in self.drafter.fc.parameters()}
+        carried = [
+            self.drafter.carry_embedding,
+            *([] if self.drafter.carry_proj is None else self.drafter.carry_proj.parameters()),
+        ]
+        scaled = {
+            "fc": (self.args.fc_learning_rate_scale, self.drafter.fc.parameters()),
+            "carry": (self.args.carry_learning_rate_scale, carried),
+        }
+        for name, (scale, parameters) in scaled.items():
+            if scale == 1.0 or any(group.get("scaled") == name for group in optimizer.param_groups):
+                continue
+            chosen = {id(p) for p in parameters if p is not None}
             for group in list(optimizer.param_groups):
-                own = [p for p in group["params"] if id(p) in fusion]
+                own = [p for p in group["params"] if id(p) in chosen]
                 if own:
-                    group["params"] = [p for p in group["params"] if id(p) not in fusion]
-                    optimizer.add_param_group({**group, "params": own, "lr": group["lr"] * scale, "is_fc": True})
+                    group["params"] = [p for p in group["params"] if id(p) not in chosen]
+                    optimizer.add_param_group({**group, "params": own, "lr": group["lr"] * scale, "scaled": name})
         if self.args.muon and not isinstance(optimizer, MuonAdamW):
             args = self.args
             optimizer = self.optimizer = MuonAdamW(

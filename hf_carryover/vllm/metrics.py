@@ -21,7 +21,9 @@ def rejected_rows(stats: SpecDecodingStats) -> int:
     return stats.num_draft_tokens - stats.num_accepted_tokens
 
 
-def add_counter(prom: SpecDecodingProm, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]) -> None:
+def add_counter(
+    prom: SpecDecodingProm, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+) -> None:
     """Give vLLM's Prometheus exporter one counter more, per engine."""
     counter = prom._counter_cls(name=NAME, documentation=DOCUMENTATION, labelnames=labelnames)
     prom.counter_spec_decode_num_carried_rows = create_metric_per_engine(counter, per_engine_labelvalues)
