@@ -26,12 +26,11 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, logging
-from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig
-from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantModel
 
 from hf_carryover import CarryoverDrafter, drafter_from_target
 from hf_carryover.evaluation.bootstrap import median_estimate
 from hf_carryover.evaluation.machine import describe_machine, provenance
+from hf_carryover.evaluation.systems import transformers_dflash
 
 
 SYSTEMS = ("transformers", "ours", "ours+carry")
@@ -146,28 +145,6 @@ def random_target(num_hidden_layers: int = 6, seed: int = 0, **kwargs) -> LlamaF
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_hidden_layers, **{**values, **kwargs})).eval()
 
 
-def transformers_twin(drafter: CarryoverDrafter) -> MuseGlimmerAssistantModel:
-    """The drafter `drafter` (no carry, no Markov head, full vocabulary) as transformers' own DFlash assistant."""
-    config = drafter.config
-    names = (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "layer_types", "hidden_act",
-        "mask_token_id",
-    )  # fmt: skip
-    twin = MuseGlimmerAssistantModel(
-        MuseGlimmerAssistantConfig(
-            **{name: getattr(config, name) for name in names},
-            block_size=config.block_size + 1,  # the anchor row counts there
-            # Up to 5.22 its generator reads `hidden_states[k]`, then `hidden_states[k + 1]`. What a target returns for
-            # a list of layers moved along with it: id k is the output of decoder layer k in all versions.
-            target_layer_ids=config.target_layer_ids,
-        )
-    )
-    renamed = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
-    twin.load_state_dict({renamed.get(name, name): value for name, value in drafter.state_dict().items()})
-    return twin.to(drafter.device, drafter.dtype).eval()
-
-
 def build_systems(target, block_size: int, num_hidden_layers: int = 3, mask_token_id: int = MASK_TOKEN_ID) -> dict:
     """The same random weights as transformers' assistant, as our drafter, and as ours with a carry embedding."""
     torch.manual_seed(0)
@@ -192,7 +169,7 @@ def build_systems(target, block_size: int, num_hidden_layers: int = 3, mask_toke
     with torch.no_grad():
         carry.carry_embedding.normal_(std=0.02)
     plain, carry = plain.to(target.dtype), carry.to(target.dtype)
-    return {"transformers": transformers_twin(plain), "ours": plain, "ours+carry": carry}
+    return {"transformers": transformers_dflash(plain), "ours": plain, "ours+carry": carry}
 
 
 def run(target, system: str, assistant, input_ids: torch.LongTensor, rounds: int, profile_rounds=False) -> Recorder:

@@ -2,8 +2,11 @@
 """
 Put trained drafters into `model_cards/`: bf16 weights, config, card, training record and log.
 
-Every number of a card is read from the training records and from a report of `hf-carryover bench`; the results section
-of the repository's README.md is written from the same report.
+Every number of a card is read from the training records, from a report of `hf-carryover bench`, and from reports of
+`hf-carryover replay`; the results section of the repository's README.md is written from the same reports.
+
+    python -m bench.model_cards --prefix smollm2-135m-markov --stages baseline=DIR control=DIR carryover=DIR \
+        --report bench.json --replay replay.json --recordings DIR
 """
 
 from __future__ import annotations
@@ -16,16 +19,18 @@ import tempfile
 from pathlib import Path
 
 import torch
+from datasets import concatenate_datasets
 from huggingface_hub import ModelCard, ModelCardData
 
 from hf_carryover import CarryoverDrafter, load_recordings
+from hf_carryover.evaluation.acceptance import Acceptance, table
+from hf_carryover.evaluation.replay_command import named
 from hf_carryover.evaluation.summary import ALL, HELD_OUT, MEAN, cell
 from hf_carryover.train import SHAPE_FLAGS
 from hf_carryover.training.loading import split_recordings
 
 
 BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-PREFIX = "smollm2-135m-markov"
 MORE_FLAGS = ("draft_vocab_size",)
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 # What `save_pretrained` adds for remote code: the shipped folders are for users of the package.
@@ -92,11 +97,12 @@ def stage_table(runs: dict[str, dict]) -> str:
     ]
     for name, run in runs.items():
         loss, steps = losses(run["log"])
-        metrics = run["record"]["metrics"]
+        metrics = run["record"]["metrics"] or {}
         minutes = "–" if run["seconds"] is None else f"{float(run['seconds']) / 60:.0f}"
-        rows.append(
-            f"| {name} | {steps} | {minutes} | {loss:.3f} | {metrics['eval_loss']:.3f} | {metrics['eval_tau']:.3f} |"
+        held_out = " | ".join(
+            "–" if metrics.get(k) is None else f"{metrics[k]:.3f}" for k in ("eval_loss", "eval_tau")
         )
+        rows.append(f"| {name} | {steps} | {minutes} | {loss:.3f} | {held_out} |")
     return "\n".join(rows)
 
 
@@ -129,15 +135,18 @@ def result_tables(report: dict) -> str:
     )
 
 
-def verdict(report: dict) -> str:
-    """What the intervals allow to say: of carry, and of speed."""
+def verdict(report: dict, replay: dict) -> str:
+    """What the intervals allow to say: of carry, along recorded answers, and of speed."""
     summary = report["summary"]
-    estimate = summary["comparisons"]["carryover - control"][MEAN]["tau_change"]
-    text = f"Carry changes τ against the control by {cell(estimate, '{:+.1%}')} on the mean over the sets: "
-    if estimate["low"] is None or estimate["low"] <= 0 <= estimate["high"]:
-        text += "**no gain is shown** by this pair. It proves the path from recordings to generation, no more."
-    else:
-        text += "a gain." if estimate["low"] > 0 else "a loss."
+    parts = []
+    for kind, systems in replay["results"].items():
+        change = Acceptance(systems, (HELD_OUT,)).change("carryover", "control", MEAN).to_dict()
+        if change["low"] <= 0 <= change["high"]:
+            found = "no difference is shown"
+        else:
+            found = "a gain" if change["low"] > 0 else "a loss"
+        parts.append(f"{cell(change, '{:+.1%}')} {kind.partition(':')[0]} ({found})")
+    text = "Carry changes τ against the control, on the mean over the sets, by " + " and ".join(parts) + "."
     speed = cell(summary["groups"][MEAN]["systems"]["carryover"]["speedup"])
     text += (
         f" With the carryover drafter decoding is {speed} times as fast as plain `generate` on the mean over the sets"
@@ -148,14 +157,16 @@ def verdict(report: dict) -> str:
     return text + "."
 
 
-def data_line(recordings: str, held_out: int) -> str:
+def data_line(recordings: list[str], held_out: int) -> str:
     """How much the drafters were trained on, counted with the split of `hf_carryover.train`."""
-    parts = split_recordings(load_recordings(recordings), held_out, seed=0)
+    parts = split_recordings(concatenate_datasets([load_recordings(path) for path in recordings]), held_out, seed=0)
     train, rest = ((len(part), sum(map(sum, part["response_mask"]))) for part in parts)
     return f"{train[0]} recordings with {train[1]:,} response tokens; {rest[0]} recordings held out"
 
 
-def card(name: str, runs: dict[str, dict], report: dict, drafter: CarryoverDrafter, data_size: str) -> str:
+def card(
+    name: str, prefix: str, runs: dict, report: dict, replay: dict, drafter: CarryoverDrafter, data_size: str
+) -> str:
     """The README.md of one folder."""
     config = drafter.config
     data = ModelCardData(
@@ -168,21 +179,24 @@ def card(name: str, runs: dict[str, dict], report: dict, drafter: CarryoverDraft
         language="en",
     )
     parameters = sum(p.numel() for p in drafter.parameters()) / 1e6
+    markov = f"Markov head of rank {config.markov_rank}" if config.markov_rank else "no Markov head (DFlash)"
+    carried = f"; carried rows are made of {config.carry_from.replace('_', ' ')}" if config.carry else ""
     shape = (
         f"{config.num_hidden_layers} Qwen3-style layers of width {config.hidden_size}, B = {config.block_size} "
-        f"proposals a round, Markov head of rank {config.markov_rank}, draft vocabulary of "
+        f"proposals a round, {markov}, draft vocabulary of "
         f"{config.output_vocab_size} tokens, features from target layers {config.target_layer_ids}; "
-        f"{parameters:.1f} M parameters, bfloat16."
+        f"{parameters:.1f} M parameters, bfloat16{carried}."
     )
     stages = "\n".join(
-        f"```bash\n{command(runs[stage]['record'])} --output_dir runs/{stage}\n```" for stage in ("baseline", name)
+        f"```bash\n{command(runs[stage]['record'])} --output_dir runs/{stage}\n```"
+        for stage in [stage for stage in runs if stage not in ROLE or stage == name]
     )
     versions = ", ".join(f"{key} {value}" for key, value in runs[name]["record"]["versions"].items())
     return f"""---
 {data.to_yaml()}
 ---
 
-# {PREFIX}-{name}
+# {prefix}-{name}
 
 A block drafter for [{BASE_MODEL}](https://huggingface.co/{BASE_MODEL}), for lossless speculative decoding with
 [Carryover Drafting](https://arxiv.org/abs/2609.14717). {ROLE[name]}
@@ -193,27 +207,30 @@ A block drafter for [{BASE_MODEL}](https://huggingface.co/{BASE_MODEL}), for los
 from hf_carryover import CarryoverDrafter
 
 # `model` is the target and `inputs` a tokenized prompt; the path is that of this folder.
-drafter = CarryoverDrafter.from_pretrained("model_cards/{PREFIX}-{name}", dtype=model.dtype)
+drafter = CarryoverDrafter.from_pretrained("model_cards/{prefix}-{name}", dtype=model.dtype)
 model.generate(**inputs, assistant_model=drafter, max_new_tokens=128)
 ```
 
 ## Results
 
-{verdict(report)}
+{verdict(report, replay)}
 
 {result_tables(report)}
 
+Along recorded answers of the target, which every system is measured on alike (`hf-carryover replay`):
+
+{table(replay, [("carryover", "control")], (HELD_OUT,))}
 ## Training
 
 Recorded greedy responses of the target to user turns it wrote itself: {data_size}. No prompt of the sets above.
-A baseline first, then control and carryover from it with equal steps, data, seeds and anchors:
+A baseline first, in one stage or two, then control and carryover from it with equal steps, data, seeds and anchors:
 
 {stage_table(runs)}
 
 {stages}
 
-`TARGET` is the target, `RECORDINGS` the recordings. The commands give float32 files, converted to bfloat16 for
-shipping. Losses are the position-weighted cross entropy (γ = 4) in nats;
+`TARGET` is the target, `RECORDINGS` the recordings (those of the first stage were fewer). The commands give float32
+files, converted to bfloat16 for shipping. Losses are the position-weighted cross entropy (γ = 4) in nats;
 the training loss is the mean of the last tenth of the steps; simulated τ is 1 + accepted proposals at sampled anchors
 of held-out recordings, for control and carryover at their shifted anchors. Three layers, B = 7 and the reduced
 vocabulary are chosen for two CPU cores, where verifying 8 rows costs little more than a plain step and the head's
@@ -232,9 +249,9 @@ arXiv 2607.05147.
 """
 
 
-def ship(name: str, runs: dict[str, dict], report: dict, output: Path, data_size: str) -> Path:
+def ship(name: str, prefix: str, runs: dict, report: dict, replay: dict, output: Path, data_size: str) -> Path:
     """Write one folder; returns it."""
-    folder = output / f"{PREFIX}-{name}"
+    folder = output / f"{prefix}-{name}"
     drafter = CarryoverDrafter.from_pretrained(runs[name]["folder"] / "drafter", dtype=torch.bfloat16)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
@@ -245,11 +262,12 @@ def ship(name: str, runs: dict[str, dict], report: dict, output: Path, data_size
     config = json.loads((folder / "config.json").read_text())
     config.pop("auto_map", None)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for prefix, run in (("", runs[name]), ("baseline_", runs["baseline"])):
-        (folder / f"{prefix}training.json").write_text(json.dumps(run["record"], indent=2) + "\n")
+    stages = {f"{stage}_": run for stage, run in runs.items() if stage not in ROLE}
+    for stage, run in {"": runs[name], **stages}.items():
+        (folder / f"{stage}training.json").write_text(json.dumps(run["record"], indent=2) + "\n")
         lines = "\n".join(json.dumps(entry) for entry in run["log"])
-        (folder / f"{prefix}training_log.jsonl").write_text(lines + "\n")
-    ModelCard(card(name, runs, report, drafter, data_size)).save(folder / "README.md")
+        (folder / f"{stage}training_log.jsonl").write_text(lines + "\n")
+    ModelCard(card(name, prefix, runs, report, replay, drafter, data_size)).save(folder / "README.md")
     return folder
 
 
@@ -262,29 +280,39 @@ def replace_between(path: Path, begin: str, end: str, body: str) -> None:
     path.write_text(f"{head}{begin}\n{body}\n{end}{rest.split(end)[1]}")
 
 
-def update_readme(path: Path, runs: dict[str, dict], report: dict) -> None:
+def update_readme(path: Path, runs: dict[str, dict], report: dict, replay: dict) -> None:
     """Replace the results section."""
-    replace_between(path, BEGIN, END, f"{verdict(report)}\n\n{result_tables(report)}\n\n{stage_table(runs)}")
+    parts = [verdict(report, replay), result_tables(report), stage_table(runs)]
+    replace_between(path, BEGIN, END, "\n\n".join(parts))
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, required=True, help="Folder with the runs baseline, control, carryover.")
+    parser.add_argument("--prefix", required=True, help="Of the folders' names.")
+    parser.add_argument(
+        "--stages",
+        nargs="+",
+        required=True,
+        metavar="NAME=DIR",
+        help="Runs in order, control and carryover among them.",
+    )
     parser.add_argument(
         "--report", type=Path, required=True, help="Report of `hf-carryover bench` over the three drafters."
     )
     parser.add_argument("--output", type=Path, default=Path("model_cards"))
-    parser.add_argument("--readme", type=Path, default=Path("README.md"))
-    parser.add_argument("--recordings", required=True, help="What the drafters were trained on, to count it.")
+    parser.add_argument("--replay", type=Path, required=True, help="Report of `hf-carryover replay` over them.")
+    parser.add_argument("--readme", type=Path, help="Whose results section is written too.")
+    parser.add_argument("--recordings", nargs="+", required=True, help="What was trained on, to count it.")
     arguments = parser.parse_args(argv)
-    runs = {name: read_run(arguments.runs / name) for name in ("baseline", "control", "carryover")}
-    report = json.loads(arguments.report.read_text())
-    data_size = data_line(arguments.recordings, runs["baseline"]["record"]["arguments"]["held_out"])
-    for name in ("control", "carryover"):
-        folder = ship(name, runs, report, arguments.output, data_size)
+    runs = {name: read_run(Path(folder)) for name, folder in named(arguments.stages, "--stages").items()}
+    report, replay = (json.loads(path.read_text()) for path in (arguments.report, arguments.replay))
+    data_size = data_line(arguments.recordings, runs["control"]["record"]["arguments"]["held_out"])
+    for name in ROLE:
+        folder = ship(name, arguments.prefix, runs, report, replay, arguments.output, data_size)
         size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
         print(f"{folder.name}: {size:.1f} MiB")
-    update_readme(arguments.readme, runs, report)
+    if arguments.readme is not None:
+        update_readme(arguments.readme, runs, report, replay)
     return 0
 
 

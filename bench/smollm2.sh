@@ -66,7 +66,7 @@ replay() {
     done
     "$PYTHON" -m hf_carryover.cli replay --target "$TARGET" --drafter "${drafters[@]}" --batch_size 48 \
         --recordings greedy="$OUT/eval-greedy" sampled:1.0="$OUT/eval-sampled" --output "$OUT/replay.json"
-    "$PYTHON" -m bench.acceptance "$OUT/replay.json" --pair carryover-0 control-0 --output "$OUT/replay.md"
+    "$PYTHON" -m hf_carryover.evaluation.acceptance "$OUT/replay.json" --pair carryover-0 control-0 --output "$OUT/replay.md"
 }
 
 stages=("${@:-all}")

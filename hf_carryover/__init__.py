@@ -24,6 +24,7 @@ _PUBLIC = {
     "model_card": "hub",
     "push_to_hub": "hub",
     "reshape_drafter": "reshape",
+    "split_times": "timing",
 }
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .modeling_carryover import CarryoverDrafter
     from .reshape import reshape_drafter
     from .target import check_fit, drafter_from_target
+    from .timing import split_times
     from .training.arguments import CarryoverTrainingArguments
     from .training.loading import load_recordings
     from .training.trainer import CarryoverTrainer
@@ -68,4 +70,5 @@ __all__ = [
     "model_card",
     "push_to_hub",
     "reshape_drafter",
+    "split_times",
 ]

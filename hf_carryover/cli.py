@@ -11,8 +11,10 @@ from . import __version__
 COMMANDS = {
     "record": ("hf_carryover.training.recording", "record a target's responses, which drafters are trained on"),
     "train": ("hf_carryover.train", "train a drafter on recordings"),
-    "bench": ("hf_carryover.evaluation.benchmark", "measure acceptance, speed and equality of outputs on prompts"),
+    "bench": ("hf_carryover.evaluation.bench_command", "measure acceptance, speed and equality of outputs on prompts"),
+    "report": ("hf_carryover.evaluation.compare_command", "show a report of `bench`, or compare two"),
     "replay": ("hf_carryover.evaluation.replay_command", "measure acceptance along recorded responses"),
+    "analyze": ("hf_carryover.evaluation.analyze_command", "show why carry helps or does not"),
     "testbed": ("hf_carryover.testbed.command", "measure carry on a language with a dial"),
     "convert": ("hf_carryover.convert.command", "read and write drafters of other formats"),
     "push": ("hf_carryover.hub.command", "publish a drafter with its card and report"),

@@ -36,20 +36,31 @@ CARRY_SOURCES = {"states": True, "predictions": False, "proposals": False, "stat
 # Who sees whom among the rows of a block.
 BLOCK_ATTENTION = ("bidirectional", "causal_sliding", "causal")
 
-# Numbers that must be at least 1 where they are set.
-_SIZES = (
-    "block_size",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "target_hidden_size",
-    "num_target_layers",
-    "sliding_window",
+# Numbers that must be at least 1 where they are set, and the most that is believed: a model is built from them before
+# any weight is read, so a damaged file must not ask for a billion layers.
+_SIZES = {
+    "block_size": 2**14,
+    "vocab_size": 2**26,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "max_position_embeddings": 2**40,
+    "target_hidden_size": 2**20,
+    "num_target_layers": 2**14,
+    "sliding_window": 2**40,
+}
+
+# What a configuration file may not decide: they make transformers import or download code, or look for the weights in
+# another file. Whoever loads a drafter can choose an attention implementation, as an argument of `from_pretrained`.
+_NOT_FROM_FILES = (
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "_experts_implementation",
+    "transformers_weights",
 )
 
 
@@ -221,9 +232,33 @@ class CarryoverConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """Like the parent, but overrides (`from_pretrained(folder, carry=True)`) are checked with all other values."""
+        """
+        Like the parent, but overrides (`from_pretrained(folder, carry=True)`) are checked with all other values.
+
+        Raises:
+            ValueError: Also when the file lacks `target_layer_ids`, for which no default may stand in (another one has
+                the same number of layers and not the same layers), is of another kind of model, or names code to run.
+        """
         overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in cls.__annotations__}
-        return super().from_dict({**config_dict, **overrides}, **kwargs)
+        config_dict = {**config_dict, **overrides}
+        if config_dict.get("model_type", cls.model_type) != cls.model_type:
+            raise ValueError(
+                f"The configuration is of a {config_dict['model_type']!r} model, not of a Carryover drafter, whose "
+                f"`model_type` is {cls.model_type!r}."
+            )
+        if config_dict.get("target_layer_ids") is None:
+            raise ValueError(
+                "The drafter's configuration has no `target_layer_ids`, so the target layers it reads are unknown. "
+                "Give those it was trained with: `from_pretrained(..., target_layer_ids=[...])`."
+            )
+        refused = [name for name in _NOT_FROM_FILES if config_dict.get(name) is not None]
+        if refused:
+            values = ", ".join(f"`{name}` is {config_dict[name]!r}" for name in refused)
+            raise ValueError(
+                f"The drafter's configuration chooses what is for its user to choose: {values}. Remove it from the "
+                "file, and pass `attn_implementation` to `from_pretrained` if you want one."
+            )
+        return super().from_dict(config_dict, **kwargs)
 
     def check_values(self) -> None:
         """Raise a `ValueError` that names the first value which is out of range, and what was expected."""
@@ -286,10 +321,12 @@ class CarryoverConfig(PreTrainedConfig):
 
     def _check_sizes(self) -> None:
         """The numbers that everything else is computed from; those still unset are `None`."""
-        for name in _SIZES:
+        for name, most in _SIZES.items():
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
+            if value is not None and value > most:
+                raise ValueError(f"`{name}` must be at most {most}, got {value}.")
 
     def _check_rope(self) -> None:
         rope = self.rope_parameters

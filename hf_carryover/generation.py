@@ -20,6 +20,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from .modeling_carryover import CarryoverCache, CarryoverDrafter
 from .stopping import ScoreTap
 from .target import PositionLimit, TargetHead, gather_features, hidden_state_indices
+from .timing import new_clock
 
 
 @dataclass
@@ -35,6 +36,11 @@ class GenerationReport:
         draft_times, target_times (`list[float]`): Milliseconds for drafting with its bookkeeping, and for the target
             with verification. Wall time on the host; on an accelerator kernels may be charged to the later part.
         prefill_ms (`float`): Milliseconds of the target's first pass.
+        phases (`dict[str, float]`, *optional*):
+            Milliseconds of all rounds by [`~hf_carryover.timing.PHASES`]; inside [`~hf_carryover.split_times`] only.
+        sequences (`list[GenerationReport]`):
+            Of a batch, the report of each sequence; the lists above then have the rounds of all, one sequence after
+            the other, and each sequence's times are those of the rounds it was part of.
     """
 
     proposed: list[int] = field(default_factory=list)
@@ -44,11 +50,24 @@ class GenerationReport:
     draft_times: list[float] = field(default_factory=list)
     target_times: list[float] = field(default_factory=list)
     prefill_ms: float = 0.0
+    phases: dict[str, float] | None = None
+    sequences: list[GenerationReport] = field(default_factory=list)
 
     @property
     def rounds(self) -> int:
         """Verification rounds."""
         return len(self.committed)
+
+    @classmethod
+    def pool(cls, reports: list[GenerationReport]) -> GenerationReport:
+        """The report of a batch, from those of its sequences; times are those of the sequence that took longest."""
+        names = ("proposed", "accepted", "committed", "carried")
+        pooled = cls(**{name: [value for report in reports for value in getattr(report, name)] for name in names})
+        longest = max(reports, key=lambda report: report.rounds)
+        pooled.draft_times, pooled.target_times = list(longest.draft_times), list(longest.target_times)
+        pooled.prefill_ms = max(report.prefill_ms for report in reports)
+        pooled.sequences = reports
+        return pooled
 
     @property
     def tau(self) -> float:
@@ -141,6 +160,9 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         self.proposed_last: list[int] = []
         self.report = GenerationReport()
         drafter.set_report(self.report)
+        self.phase_clock = new_clock()
+        if self.phase_clock is not None:
+            self.report.phases = self.phase_clock.totals
         self._clock = time.perf_counter()
 
     def get_candidates(
@@ -174,6 +196,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             self._clock = time.perf_counter()
             return input_ids, None
         start = time.perf_counter()
+        self._lap("bookkeeping")
         carried = self._absorb(input_ids, model_outputs)
         limit = min(self.num_proposals, self.max_length - input_ids.shape[1] - 1)
         limit = self.position_limit.clip(limit, anchor=self.cache.first_position + self.cache.committed)
@@ -181,6 +204,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         if limit > 0:
             candidates, logits = self._propose(input_ids, limit)
             self.proposals = candidates[0, input_ids.shape[1] :].tolist()
+        self._lap("sampling")
         self._override_mask(model_kwargs)
         self._clock = time.perf_counter()
         self.report.carried.append(carried)
@@ -192,7 +216,10 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         elapsed = 1000 * (time.perf_counter() - self._clock)
         if self.cache is None:
             self.report.prefill_ms = elapsed
+            if self.phase_clock is not None:
+                self.phase_clock.restart()
             return
+        self._lap("verify")
         committed = input_ids[0, self.columns + 1 :].tolist()
         accepted = 0
         for proposal, token in zip(self.proposals, committed, strict=False):
@@ -203,6 +230,10 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         self.report.proposed.append(len(self.proposals))
         self.report.accepted.append(accepted)
         self.report.committed.append(len(committed))
+
+    def _lap(self, phase: str) -> None:
+        if self.phase_clock is not None:
+            self.phase_clock.lap(phase)
 
     def _continue_cache(self, input_ids: torch.LongTensor, model_kwargs: dict) -> None:
         """
@@ -256,7 +287,9 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             features = self._start_cache(input_ids, features)
             committed = features.shape[1]
         self.columns = input_ids.shape[1] - 1
+        self._lap("projection")
         embeds = self._carried_embeds(features.shape[1], committed, model_outputs)
+        self._lap("carry")
         drafter.commit_window(self.cache, features, committed, embeds)
         return self.cache.carried
 
@@ -290,6 +323,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             first_position=unseen,
             capacity=features.shape[1] + 8 * (self.drafter.config.block_size + 1),
         )
+        self.cache.clock = self.phase_clock
         return features
 
     def _propose(self, input_ids: torch.LongTensor, limit: int) -> tuple[torch.LongTensor, torch.Tensor | None]:
@@ -301,8 +335,9 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         with torch.no_grad():
             base = drafter.logits(hidden.to(head.weight.device), head.weight, head.bias)
         base = base.float()  # argmax over half precision is several times slower on a CPU
+        self._lap("draft")
         if self.needs_logits or self.logits_processor:
-            return self._draw_processed(input_ids, base)
+            return self.draw_processed(input_ids, base)
         return self._draw_argmax(input_ids, base)
 
     @torch.no_grad()
@@ -323,13 +358,22 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         return torch.cat([input_ids, tokens.unsqueeze(0).to(input_ids.device)], dim=1), None
 
     @torch.no_grad()
-    def _draw_processed(self, input_ids: torch.LongTensor, base: torch.Tensor):
+    def draw_processed(self, input_ids: torch.LongTensor, base: torch.Tensor, processors=None):
         """
         Proposals one by one through the target's processors, with the exact logits of `q`.
 
         A position at which no token can be drawn (everything the draft vocabulary holds is forbidden, or the drafter
         produced NaN) ends the block: fewer proposals are always lossless.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, sequence_length)`): Committed tokens.
+            base (`torch.Tensor` of shape `(proposals, output_vocab_size)`): Logits without Markov bias.
+            processors (`LogitsProcessorList`, *optional*): Others than those of the call.
+
+        Returns:
+            `tuple[torch.LongTensor, torch.Tensor | None]`: as [`~CarryoverCandidateGenerator.get_candidates`].
         """
+        processors = self.logits_processor if processors is None else processors
         config, markov, token_ids = self.drafter.config, self.drafter.markov_head, self.head.token_ids
         candidates, kept = input_ids, []
         for row in base:
@@ -338,7 +382,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             if token_ids is not None:
                 row = row.new_full((config.vocab_size,), float("-inf")).index_copy_(0, token_ids, row)
             scores = row.unsqueeze(0).to(input_ids.device)
-            scores = self.logits_processor(candidates, scores).float()
+            scores = processors(candidates, scores).float()
             q = torch.softmax(scores, dim=-1)
             if not torch.isfinite(q.sum()):
                 break

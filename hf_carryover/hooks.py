@@ -6,7 +6,8 @@ The one file that hooks into transformers' `GenerationMixin`.
 Three methods are wrapped; each wrapper delegates unless the assistant is a Carryover drafter:
 
 - `_validate_generation_mode`: refuse what can't work, and a drafter that does not fit, before any forward pass;
-- `_assisted_decoding`: refuse inputs that can't work, and have the stopping criteria asked about every token;
+- `_assisted_decoding`: refuse inputs that can't work, have the stopping criteria asked about every token, and decode
+  batches, which the library's loop does not;
 - `_get_candidate_generator`: return [`CarryoverCandidateGenerator`], which asks for the target's hidden states.
 
 The wrappers can go when transformers lets an assistant name its own candidate generator. The supported versions are
@@ -28,6 +29,7 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.utils import GenerationMixin
 
+from .batch_generation import batch_decoding
 from .generation import CarryoverCandidateGenerator
 from .stopping import watch_stopping_criteria
 from .target import check_fit, unwrap_target
@@ -101,11 +103,6 @@ def _refuse_other_modes(generation_mode, generation_config) -> None:
 
 
 def _refuse_inputs(target, input_ids, kwargs) -> None:
-    if input_ids.shape[0] > 1:
-        raise ValueError(
-            f"assisted generate is only supported for batch_size = 1, got {input_ids.shape[0]} sequences. Call "
-            "`generate` once per prompt."
-        )
     if input_ids.shape[1] == 0 or kwargs.get("inputs_embeds") is not None:
         raise ValueError(
             "`inputs_embeds` is not supported with a Carryover drafter, which needs the ids of the prompt. Pass "
@@ -141,6 +138,8 @@ def _wrap_assisted_decoding(original):
         if not is_carryover_drafter(assistant_model):
             return original(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
         _refuse_inputs(self, input_ids, kwargs)
+        if input_ids.shape[0] > 1:
+            return batch_decoding(self, input_ids, assistant_model, *args, **kwargs)
         kwargs.update(
             watch_stopping_criteria(
                 input_ids, kwargs["generation_config"], kwargs["stopping_criteria"], kwargs["logits_processor"]

@@ -18,15 +18,18 @@ carried keys of the last round and the block itself. *Verify*: one target pass g
 The output never depends on the drafter: the target verifies every proposal, and carried rows live in the drafter's
 storage only. Embedding and output head are the target's; they are passed in and never saved.
 
-This file and `configuration_carryover.py` need transformers and torch alone.
+This file and `configuration_carryover.py` need transformers, torch and safetensors alone.
 """
 
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -115,6 +118,7 @@ class CarryoverCache:
         self.window: torch.Tensor | None = None  # fused rows whose keys are not written yet
         self.window_start = 0
         self.window_rope: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.clock = None  # a `PhaseClock` while times are split
         shape = (1, config.num_key_value_heads, capacity, config.head_dim)
         layers = range(config.num_hidden_layers)
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
@@ -358,20 +362,47 @@ _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision",
 _CARRY_TENSORS = {"carry_embedding", "carry_proj.weight"}
 
 
+# What reading a damaged file raises; each message is passed on. Others are ours, or the file system's.
+_UNREADABLE = (SafetensorError, KeyError, TypeError, AttributeError, IndexError, RecursionError, ArithmeticError)
+
+
+def _check_shard_names(folder, subfolder: str, variant: str | None) -> None:
+    """Raise a `ValueError` when the index of a local folder names files outside of it; the Hub's client checks its."""
+    name = "model.safetensors.index.json" if variant is None else f"model.safetensors.index.{variant}.json"
+    if folder is None or not (path := Path(folder, subfolder, name)).is_file():
+        return
+    try:
+        files = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is no index of a sharded checkpoint ({type(error).__name__}: {error}). Get the folder again."
+        ) from error
+    # Both separators, whatever the system: the same folder may be read on another one.
+    wrong = sorted(str(file) for file in files if not isinstance(file, str) or {*file} & {"/", "\\"} or not file)
+    if wrong:
+        raise ValueError(f"{path} names files outside its folder, {_listing({*wrong})}. Don't load it.")
+
+
 def _listing(names: set[str], most: int = 20) -> str:
     """The first `most` names in order, and how many follow."""
     ordered = sorted(names)
     return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")
 
 
-def _check_loading(model: "CarryoverDrafter", info: dict, name, fresh_carry: bool) -> None:
-    """Raise a `ValueError` when a checkpoint lacked a tensor, but for those of a fresh carry, or had others."""
+def _check_loading(model: "CarryoverDrafter", info: dict, name, fresh_carry: bool, may_differ: bool = False) -> None:
+    """
+    Raise a `ValueError` when a checkpoint lacked a tensor, but for those of a fresh carry, had others, or unless they
+    `may_differ` had some of another shape.
+    """
     missing, unknown = set(info["missing_keys"]), set(info["unexpected_keys"])
     if fresh_carry:
         missing -= _CARRY_TENSORS
     if not model.config.carry:
         unknown -= _CARRY_TENSORS
     problems = []
+    shapes = {f"{key} is {tuple(there)}, not {tuple(here)}" for key, there, here in info["mismatched_keys"]}
+    if shapes and not may_differ:
+        problems.append(f"{len(shapes)} tensors in it have another shape than its config says: {_listing(shapes)}.")
     if missing:
         problems.append(f"{len(missing)} of the drafter's tensors are not in it: {_listing(missing)}.")
     if unknown:
@@ -449,22 +480,41 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
 
         With the package installed, folders and repositories of other DFlash drafters (z-lab, DeepSpec, speculators)
         are read as well, carry off unless asked for, and adapters of drafters together with their base.
+        Weights are read from safetensors alone, and from no file outside the folder.
 
         Raises:
-            ValueError: Listing the missing and the unknown tensors.
+            ValueError: Listing the missing, the unknown and the misshapen tensors, or saying what can't be read.
         """
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        if kwargs.setdefault("use_safetensors", True) is not True:
+            raise ValueError(
+                f"`use_safetensors` must be True, got {kwargs['use_safetensors']!r}: weights in other files are "
+                "unpickled, which can run code."
+            )
         load = None if "config" in kwargs else _other_loader(pretrained_model_name_or_path, hub)
         if load is not None:
             return load(cls, output_loading_info=output_loading_info, **kwargs)
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
-        )
+        may_differ = kwargs.pop("ignore_mismatched_sizes", False)
+        _check_shard_names(pretrained_model_name_or_path, kwargs.get("subfolder") or "", kwargs.get("variant"))
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path,
+                *model_args,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are listed below, with their names
+                **kwargs,
+            )
+        except _UNREADABLE as error:
+            raise ValueError(
+                f"The checkpoint {pretrained_model_name_or_path} can't be read ({type(error).__name__}: {error}). Its "
+                "files are damaged or not a drafter's, or an argument is not one of `from_pretrained`."
+            ) from error
         fresh_carry = False
         if set(info["missing_keys"]) & _CARRY_TENSORS and pretrained_model_name_or_path is not None:
             stored, _ = cls.config_class.get_config_dict(pretrained_model_name_or_path, **hub)
             fresh_carry = stored.get("carry") is False
-        _check_loading(model, info, pretrained_model_name_or_path, fresh_carry)
+        _check_loading(model, info, pretrained_model_name_or_path, fresh_carry, may_differ)
+        model.check_draft_vocabulary()
         return (model, info) if output_loading_info else model
 
     @classmethod
@@ -481,13 +531,25 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         """
         kwargs = {key: value for key, value in kwargs.items() if key not in _HUB_ARGUMENTS}
         model, info = super().from_pretrained(
-            None, config=config, state_dict=tensors, output_loading_info=True, **kwargs
+            None,
+            config=config,
+            state_dict=tensors,
+            output_loading_info=True,
+            **{**kwargs, "ignore_mismatched_sizes": True},  # they are listed below, with their names
         )
         _check_loading(model, info, name, fresh_carry=True)
+        model.check_draft_vocabulary()
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        """Like the parent; a drafter with an adapter writes the adapter, as PEFT does."""
+        """
+        Like the parent; a drafter with an adapter writes the adapter, as PEFT does. A link in the folder (of the Hub's
+        cache) is replaced, its file left as it is.
+        """
+        if Path(save_directory).is_dir():
+            for path in Path(save_directory).iterdir():
+                if path.is_symlink() and path.name.endswith((".safetensors", ".json", ".py")):
+                    path.unlink()
         if not getattr(self, "peft_config", None):
             return super().save_pretrained(save_directory, *args, **kwargs)
         from hf_carryover.adapters import save_adapter
@@ -555,20 +617,33 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
             raise ValueError(
                 f"Expected token ids of shape ({expected},) (`draft_vocab_size`), got {tuple(token_ids.shape)}."
             )
+        self._check_token_ids(token_ids)
+        self.d2t.copy_(token_ids - torch.arange(expected, device=self.device))
+        self.t2d.zero_()
+        self.t2d[token_ids] = True
+
+    def _check_token_ids(self, token_ids: torch.LongTensor) -> None:
         if token_ids[0] < 0 or token_ids[-1] >= self.config.vocab_size or not bool((token_ids.diff() > 0).all()):
             raise ValueError(
                 f"Draft token ids must increase within 0 ... {self.config.vocab_size - 1}, got "
                 f"{token_ids.tolist()[:8]} ..."
             )
-        self.d2t.copy_(token_ids - torch.arange(expected, device=self.device))
-        self.t2d.zero_()
-        self.t2d[token_ids] = True
+
+    def check_draft_vocabulary(self) -> None:
+        """Raise a `ValueError` when the tables `d2t` and `t2d`, as loaded, are no draft vocabulary."""
+        token_ids = self.draft_token_ids()
+        if token_ids is None or token_ids.is_meta:
+            return
+        self._check_token_ids(token_ids)
+        if not torch.equal(self.t2d.nonzero().flatten(), token_ids):
+            raise ValueError("The tables `d2t` and `t2d` name different draft vocabularies. Get the checkpoint again.")
 
     def fuse(
         self,
         features: torch.Tensor,
         carried: torch.Tensor | None = None,
         carried_embeds: torch.Tensor | None = None,
+        clock=None,
     ) -> torch.Tensor:
         """
         `hidden_norm(fc(h))`, and `hidden_norm(fc(h) + e)` where `carried`; there with `carry_from` other than
@@ -579,11 +654,14 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
             carried (`torch.BoolTensor`, broadcastable to `(batch, rows)`, *optional*): Rejected rows.
             carried_embeds (`torch.Tensor` of shape `(batch, rows, target_hidden_size)`, *optional*):
                 Target embeddings of the carried tokens; what stands in other rows has no effect.
+            clock ([`~hf_carryover.timing.PhaseClock`], *optional*): Told where projection ends and carry begins.
 
         Returns:
             `torch.Tensor` of shape `(batch, rows, hidden_size)`.
         """
         fused = self.fc(features.to(self.fc.weight.dtype))
+        if clock is not None:
+            clock.lap("projection")
         if carried is not None and self.carry_embedding is not None:
             where, added = carried.unsqueeze(-1), self.carry_embedding.to(fused.dtype)
             if self.carry_proj is not None:
@@ -592,6 +670,8 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
                 added = added + self.carry_proj(carried_embeds.to(self.carry_proj.weight.dtype)).to(fused.dtype)
             base = fused if self.config.carries_states else fused.masked_fill(where, 0.0)
             fused = base + where.to(fused.dtype) * added
+            if clock is not None:
+                clock.lap("carry")
         return self.hidden_norm(fused)
 
     def block_states(self, anchor_embeds: torch.Tensor, mask_embeds: torch.Tensor | None) -> torch.Tensor:
@@ -625,14 +705,17 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         hidden_states = self.norm(hidden_states[:, -self.config.block_size :])
         return hidden_states if self.head_proj is None else self.head_proj(hidden_states)
 
-    def _additive_masks(self, visible, query_positions, key_positions, dtype) -> dict[str, torch.Tensor | None]:
+    def additive_masks(self, visible, query_positions, key_positions, dtype, in_block=None):
         """
-        Additive masks per layer type from `visible` `(blocks, 1, keys)` or `None` (all), query positions
-        `(blocks, rows)` and key positions `(blocks, keys)`, the last `rows` of which are the block's own.
+        Additive masks per layer type, `dict[str, torch.Tensor | None]`, from `visible` `(blocks, 1, keys)` or `None`
+        (all), query positions `(blocks, rows)`, key positions `(blocks, keys)` and which keys are the block's own,
+        `in_block` `(blocks, 1, keys)`: by default the last `rows`.
         """
         masks: dict[str, torch.Tensor | None] = {}
         rows = query_positions.shape[1]
-        in_block = torch.arange(key_positions.shape[1], device=key_positions.device) >= key_positions.shape[1] - rows
+        if in_block is None:
+            keys = key_positions.shape[1]
+            in_block = torch.arange(keys, device=key_positions.device) >= keys - rows
         for layer_type in set(self.config.layer_types):
             seen, sliding = visible, layer_type == "sliding_attention"
             if sliding:
@@ -726,7 +809,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
             visible.append(carried_mask)
         key_positions.append(query_positions)
         visible.append(torch.ones_like(query_positions, dtype=torch.bool))
-        masks = self._additive_masks(
+        masks = self.additive_masks(
             torch.cat(visible, dim=1).unsqueeze(1), query_positions, torch.cat(key_positions, dim=1), block.dtype
         )
         hidden = self.run_layers(block, self.rotary_emb(block, query_positions), memory, masks)
@@ -773,10 +856,12 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         rows = features.shape[1]
         offsets = torch.arange(rows, device=self.device)
         carried = (offsets >= num_committed).unsqueeze(0) if rows > num_committed else None
-        states = self.fuse(features, carried, carried_embeds)
+        states = self.fuse(features, carried, carried_embeds, cache.clock)
         if cache.window is not None:  # nothing was drafted since the last window: it is written alone
             self._write_window(cache, states[:, :0])
         cache.open_window(states, num_committed, room=self.config.block_size + 1)
+        if cache.clock is not None:
+            cache.clock.lap("projection")
 
     def _write_window(self, cache: CarryoverCache, nothing: torch.Tensor) -> None:
         """Write the open window without a block, whose states are `nothing` `(1, 0, hidden_size)`."""
@@ -799,7 +884,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         masks: dict = {"full_attention": None}
         if "sliding_attention" in self.config.layer_types or self.config.block_attention == "causal":
             stored = torch.arange(cache.length, device=block.device).unsqueeze(0) + cache.first_position
-            masks = self._additive_masks(None, positions, torch.cat([stored, positions], dim=1), block.dtype)
+            masks = self.additive_masks(None, positions, torch.cat([stored, positions], dim=1), block.dtype)
         if cache.window is None:
             return self.run_layers(block, self.rotary_emb(block, positions), cache, masks)
         first = cache.first_position + cache.window_start

@@ -3,8 +3,8 @@
 Train a drafter: `hf-carryover train --config config.yaml`, or with flags.
 
 Without `--drafter` a new drafter is built from the target; with it, training goes on from that checkpoint, with or
-without carry. A run whose output folder has a checkpoint is resumed from the last one. The output folder gets the
-drafter and its tokenizer in `drafter`, and `training.json` (the exact arguments, versions, commit and metrics) and
+without carry. A run whose output folder has a checkpoint is resumed from the last whole one. The output folder gets
+the drafter and its tokenizer in `drafter`, and `training.json` (the exact arguments, versions, commit and metrics) and
 `training_log.jsonl` (everything that was logged).
 """
 
@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 from datasets import concatenate_datasets
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from . import __version__
 from .command import expand_config
@@ -184,8 +183,8 @@ def build_trainer(arguments: DrafterArguments, args: CarryoverTrainingArguments)
     adapter = build_adapter(arguments)
     trainer = CarryoverTrainer(drafter, target, args, train_dataset=train, eval_dataset=held_out, peft_config=adapter)
     checkpoint = args.resume_from_checkpoint
-    if checkpoint is None and Path(args.output_dir).is_dir():
-        checkpoint = get_last_checkpoint(args.output_dir)
+    if checkpoint is None:
+        checkpoint = trainer.last_checkpoint()
     if checkpoint is not None:
         trainer.check_checkpoint(checkpoint)
         logger.info("Resuming from %s.", Path(checkpoint).name)

@@ -8,8 +8,8 @@ import torch
 from conftest import tiny_drafter, tiny_llama
 from recording_helpers import make_tokenizer
 
-from bench import acceptance, testbed_figure
-from hf_carryover.evaluation import replay_command
+from bench import testbed_figure
+from hf_carryover.evaluation import acceptance, replay_command
 
 
 def response(name, committed):
@@ -74,13 +74,13 @@ def test_replay_command(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     arguments = ["--target", str(tmp_path / "target"), "--dtype", "float32", "--output", str(tmp_path / "report.json")]
     arguments += ["--recordings", f"greedy={tmp_path / 'rows.jsonl'}", f"sampled:1.0={tmp_path / 'rows.jsonl'}"]
-    arguments += ["--drafter", f"control={tmp_path / 'control'}", f"carry={tmp_path / 'carry'}", "--limit", "3"]
+    arguments += ["--drafter", f"control={tmp_path / 'control'}", f"carry={tmp_path / 'carry'}", "--per_set", "1"]
     assert replay_command.main(arguments) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert set(report["results"]) == {"greedy", "sampled:1.0"}
     for systems in report["results"].values():
         assert set(systems) == {"control", "carry"}
-        assert [r["id"] for r in systems["carry"]] == ["s0-0", "s1-1", "s0-2"]
+        assert [r["id"] for r in systems["carry"]] == ["s0-0", "s1-1"]
         assert all(sum(r["committed"]) == 11 for r in systems["control"])
     assert "mean of sets" in capsys.readouterr().out
     assert "greedy" in acceptance.table(report, [("carry", "control")])

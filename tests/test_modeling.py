@@ -249,14 +249,23 @@ def test_another_model_is_an_error(tmp_path):
         head_dim=8,
     )
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is of a 'qwen3' model, not of a Carryover drafter"):
+        CarryoverDrafter.from_pretrained(tmp_path)
+    # Renamed, it still lacks what a drafter has.
+    values = json.loads((tmp_path / "config.json").read_text())
+    values.update(model_type="carryover", target_layer_ids=[1])
+    (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match=r"(?s)carry_embedding, fc\.weight, hidden_norm\.weight.*embed_tokens"):
         CarryoverDrafter.from_pretrained(tmp_path)
 
 
 def test_another_shape_is_an_error(target, tmp_path):
     tiny_drafter(target).save_pretrained(tmp_path)
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+    with pytest.raises(
+        ValueError, match=r"another shape than its config says: layers\.0\.mlp\.down_proj\.weight is \("
+    ):
         CarryoverDrafter.from_pretrained(tmp_path, intermediate_size=8)
+    CarryoverDrafter.from_pretrained(tmp_path, intermediate_size=8, ignore_mismatched_sizes=True)
 
 
 # Attention backends and checkpointing
@@ -372,7 +381,7 @@ def test_a_window_keeps_the_block_two_way(target):
     drafter = only_layer(tiny_drafter(target, **SLIDING, block_size=12), 0)
     states = torch.randn(1, 13, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
     positions = torch.arange(30, 43).unsqueeze(0)
-    masks = drafter._additive_masks(None, positions, positions, torch.float32)
+    masks = drafter.additive_masks(None, positions, positions, torch.float32)
     hidden = drafter.run_layers(states, drafter.rotary_emb(states, positions), NoMemory(), masks)
     for row in range(1, 13):
         assert visible(hidden[0, row - 1], states) == list(range(max(row - 7, 0), 13)), row

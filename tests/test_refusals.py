@@ -83,7 +83,6 @@ def embeds():
 
 
 REFUSED = {
-    "batch": ({"input_ids": prompt_ids().repeat(2, 1)}, r"only supported for batch_size = 1, got 2 sequences"),
     "return_sequences": ({"num_return_sequences": 3, "do_sample": True}, r"num_return_sequences has to be 1 .* 3"),
     "inputs_embeds": ({"input_ids": None, "inputs_embeds": embeds}, r"`inputs_embeds` is not supported"),
     "ids_and_embeds": ({"inputs_embeds": embeds}, r"`inputs_embeds` is not supported"),
@@ -113,7 +112,7 @@ REFUSED = {
 @pytest.mark.compat
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
 def test_option_is_refused_by_name(options, message, monkeypatch):
-    """R12 among them: batches, several sequences and embeddings."""
+    """R12 among them: several sequences and embeddings."""
     target = tiny_llama()
     options = {key: value() if value is embeds else value for key, value in options.items()}
     options = {"input_ids": prompt_ids(), "do_sample": False, "max_new_tokens": 4, **options}
@@ -165,8 +164,8 @@ def test_target_that_returns_no_hidden_states(monkeypatch):
 def test_refusal_leaves_nothing_behind():
     target = tiny_llama()
     drafter = tiny_drafter(target)
-    with pytest.raises(ValueError, match="batch_size = 1"):
-        assisted(target, prompt_ids().repeat(2, 1), drafter, max_new_tokens=4)
+    with pytest.raises(ValueError, match="works with greedy search and sampling"):
+        assisted(target, prompt_ids(), drafter, max_new_tokens=4, num_beams=2)
     assert drafter.last_report is None
     want = plain(target, prompt_ids(), max_new_tokens=8)
     assert assisted(target, prompt_ids(), drafter, max_new_tokens=8).tolist() == want.tolist()

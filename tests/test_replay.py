@@ -8,7 +8,8 @@ from conftest import tiny_drafter, tiny_llama
 from tiny_targets import prompt_ids
 from training_helpers import make_trainer, random_rows
 
-from hf_carryover.evaluation.replay import Replay, acceptance_length
+from hf_carryover.evaluation.replay import Replay, _groups, acceptance_length, replay_together
+from hf_carryover.training.verification import FrozenTarget
 
 
 NEW_TOKENS = 40
@@ -143,3 +144,43 @@ def test_same_seed_same_rounds(target, tmp_path):
 def test_negative_temperature_is_refused(target):
     with pytest.raises(ValueError, match=r"`temperature` must be 0 \(greedy\) or positive, got -1"):
         Replay(tiny_drafter(target), target, temperature=-1)
+
+
+class TestTogether:
+    """Several drafters along the same recordings: each as if it were alone."""
+
+    def rows(self):
+        return [{**row, "id": f"a-{i}"} for i, row in enumerate(random_rows([22, 30, 26, 18, 35]))]
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_equal_to_one_by_one(self, temperature):
+        target = tiny_llama()
+        drafters = {
+            "control": tiny_drafter(target, carry=False),
+            "carry": tiny_drafter(target, markov_rank=4),
+            "others": tiny_drafter(target, target_layer_ids=[0, 2]),
+        }
+        together = replay_together({k: Replay(d, target, temperature) for k, d in drafters.items()}, self.rows(), 2)
+        for name, drafter in drafters.items():
+            assert together[name] == Replay(drafter, target, temperature)(self.rows(), 2)
+
+    def test_the_target_reads_once(self, monkeypatch):
+        target = tiny_llama()
+        passes = []
+        record = FrozenTarget.record
+        monkeypatch.setattr(FrozenTarget, "record", lambda *a, **k: passes.append(1) or record(*a, **k))
+        replays = {str(i): Replay(tiny_drafter(target, seed=i), target) for i in range(3)}
+        replay_together(replays, self.rows(), batch_size=5)
+        assert len(passes) == 1
+
+    def test_groups(self):
+        assert _groups([5, 9, 9, 2, 7], 2, 1000) == [[1, 2], [4, 0], [3]]
+        assert _groups([5, 9, 9, 2, 7], 5, 18) == [[1, 2], [4, 0], [3]]
+        assert _groups([50, 3, 3], 5, 10) == [[0], [1, 2]]  # one alone may be longer
+        assert _groups([], 5, 10) == []
+
+    def test_other_targets_are_refused(self):
+        one, two = tiny_llama(), tiny_llama()
+        replays = {"a": Replay(tiny_drafter(one), one), "b": Replay(tiny_drafter(two), two)}
+        with pytest.raises(ValueError, match="of different targets can't read recordings together"):
+            replay_together(replays, self.rows())

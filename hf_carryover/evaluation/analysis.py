@@ -14,6 +14,7 @@ import torch
 
 from ..modeling_carryover import CarryoverDrafter
 from ..target import TargetHead
+from .prompts import choose_evenly
 from .replay import ReplayedRound
 
 
@@ -24,6 +25,14 @@ def prompt_set(name: str) -> str:
     """The set a recording belongs to: its id without the number at the end."""
     head, _, tail = name.rpartition("-")
     return head if tail.isdigit() and head else name
+
+
+def choose_recordings(recordings, per_set: int | None):
+    """`per_set` recordings of each set, at even distances; all without a number."""
+    groups: dict[str, list[int]] = {}
+    for index, name in enumerate(recordings["id"]):
+        groups.setdefault(prompt_set(name), []).append(index)
+    return recordings.select(sorted(i for members in groups.values() for i in choose_evenly(members, per_set)))
 
 
 class MatchedAnchors:
@@ -141,4 +150,4 @@ class Reconvergence:
         }
 
 
-__all__ = ["RECALLS", "MatchedAnchors", "Reconvergence", "prompt_set"]
+__all__ = ["RECALLS", "MatchedAnchors", "Reconvergence", "choose_recordings", "prompt_set"]

@@ -71,6 +71,7 @@ class ReplayedRound:
         names (`list[str]`): The recording of each stream.
         input_ids (`torch.LongTensor` of shape `(num_streams, length)`): Its tokens.
         anchors (`torch.LongTensor` of shape `(num_streams,)`): Positions `a`.
+        left (`torch.LongTensor` of shape `(num_streams,)`): Recorded tokens of the turn behind the anchor.
         tokens, exist (of shape `(num_streams, block_size)`): Recorded `x_{a+1} … x_{a+B}`, and which exist.
         carried (`dict`): What the drafter was given, see [`CarryoverDrafter.forward`]; empty without carry.
         predictions (`torch.LongTensor` of shape `(num_streams, block_size)`, *optional*):
@@ -79,11 +80,13 @@ class ReplayedRound:
         proposals (`torch.LongTensor` of shape `(num_streams, block_size)`), accepted (of shape `(num_streams,)`):
             `y_1 … y_B` and `m`.
         draft (`Callable[[dict], torch.Tensor]`): Drafts the same anchors with other carried rows; hidden states.
+        likeliest (`Callable[[torch.Tensor], torch.LongTensor]`): Greedy proposals of hidden states.
     """
 
     names: list[str]
     input_ids: torch.LongTensor
     anchors: torch.LongTensor
+    left: torch.LongTensor
     tokens: torch.LongTensor
     exist: torch.BoolTensor
     carried: dict
@@ -92,6 +95,7 @@ class ReplayedRound:
     proposals: torch.LongTensor
     accepted: torch.LongTensor
     draft: Callable[[dict], torch.Tensor]
+    likeliest: Callable[[torch.Tensor], torch.LongTensor]
 
 
 class Replay:
@@ -140,38 +144,26 @@ class Replay:
         Returns:
             `list[ReplayedResponse]`: in the order of the recordings; those without a round are left out.
         """
-        vocab_size = self.drafter.config.vocab_size
-        dataset = load_recordings(recordings, vocab_size=vocab_size)
-        dataset = dataset.select([i for i, mask in enumerate(dataset["response_mask"]) if any(mask[1:])])
-        names, prepared = dataset["id"], prepare_recordings(dataset, vocab_size)
-        results: dict[int, ReplayedResponse] = {}
-        # Of similar length, so that little is padded and the streams of a group end together.
-        order = sorted(range(len(prepared)), key=lambda i: -len(prepared[i]["input_ids"]))
-        for start in range(0, len(order), batch_size):
-            chosen = order[start : start + batch_size]
-            group = [prepared[i] for i in chosen]
-            for i, rounds in zip(chosen, self._group(group, [names[i] for i in chosen])):
-                results[i] = rounds
-        return [results[i] for i in sorted(results) if results[i].rounds]
+        return replay_together({"": self}, recordings, batch_size)[""]
 
-    def _group(self, examples: list[dict], names: list[str]) -> list[ReplayedResponse]:
-        """All rounds of a group of recordings, every running response one round at a time."""
+    def rounds(self, batch: dict, recorded, names: list[str]) -> list[ReplayedResponse]:
+        """
+        All rounds of a group of recordings, every running response one round at a time.
+
+        Args:
+            batch (`dict`): Of [`RecordingCollator`].
+            recorded: What [`FrozenTarget.record`] made of it.
+            names (`list[str]`): Ids of the recordings.
+        """
         device = self.drafter.device
-        batch = {name: value.to(device) for name, value in RecordingCollator()(examples).items()}
         self.generator.manual_seed(self.seed * 1_000_003 + int(batch["example_index"][0]))
-        recorded = self.target.record(
-            batch["input_ids"],
-            batch["attention_mask"],
-            keep_cache=self.drafter.config.carry,
-            keep_logits=self.temperature > 0,
-        )
         memory = self.drafter.remember(recorded.features)
         runs = response_runs(batch["response_mask"])
         results = [ReplayedResponse(name) for name in names]
-        streams = self._next(batch, runs, torch.arange(len(examples), device=device), None, {})
+        streams = self._next(batch, runs, torch.arange(len(names), device=device), None, {})
         while streams is not None:
-            proposals, accepted = self._round(batch, memory, recorded.logits, streams, names)
             left = runs[streams.sequence, streams.anchor]
+            proposals, accepted = self._round(batch, memory, recorded.logits, streams, names, left)
             committed = torch.minimum(accepted + 1, left)
             held = streams.carried["carried_mask"].sum(dim=1).tolist() if streams.carried else [0] * len(left)
             rows = zip(streams.sequence.tolist(), accepted.tolist(), committed.tolist(), held, left.tolist())
@@ -210,7 +202,7 @@ class Replay:
         return _Streams(sequence[running], anchor[running], kept, predictions)
 
     def _round(
-        self, batch, memory, target_logits, streams: _Streams, names: list[str]
+        self, batch, memory, target_logits, streams: _Streams, names: list[str], left: torch.LongTensor
     ) -> tuple[torch.LongTensor, torch.LongTensor]:
         """Draft and judge: proposals `(num_streams, block_size)` and how many are accepted, `(num_streams,)`."""
         drafter, head = self.drafter, self.head
@@ -227,7 +219,7 @@ class Replay:
             ).hidden_states
 
         hidden_states = draft(streams.carried)
-        logits = drafter.logits(hidden_states, head.weight, head.bias)
+        logits = self._logits(hidden_states)
         tokens, exist = block_labels(
             batch["input_ids"], batch["response_mask"], streams.sequence, streams.anchor, drafter.config.block_size
         )
@@ -235,17 +227,14 @@ class Replay:
         alive = torch.ones_like(anchors, dtype=torch.bool)
         previous, proposals = anchors, []
         for k in range(tokens.shape[1]):
-            scores = logits[:, k].float()
-            if drafter.markov_head is not None:
-                scores = scores + drafter.markov_head(previous).float()
+            scores = self._biased(logits[:, k], previous)
             if self.temperature:
                 at = (streams.anchor + k).clamp(max=target_logits.shape[1] - 1)
                 p = (target_logits[streams.sequence, at].float() / self.temperature).softmax(dim=-1)
                 judged = alive & exist[:, k]
                 previous, passed = self._draw((scores / self.temperature).softmax(dim=-1), p, tokens[:, k], judged)
             else:
-                previous = scores.argmax(dim=-1)
-                previous = previous if head.token_ids is None else head.token_ids[previous]
+                previous = self._argmax(scores)
                 passed = (previous == tokens[:, k]) & exist[:, k]
             alive = alive & passed
             accepted += alive
@@ -257,6 +246,7 @@ class Replay:
                     names=[names[i] for i in streams.sequence.tolist()],
                     input_ids=batch["input_ids"][streams.sequence],
                     anchors=streams.anchor,
+                    left=left,
                     tokens=tokens,
                     exist=exist,
                     carried=streams.carried,
@@ -265,9 +255,30 @@ class Replay:
                     proposals=drawn,
                     accepted=accepted,
                     draft=draft,
+                    likeliest=lambda states: self.likeliest(states, anchors),
                 )
             )
         return drawn, accepted
+
+    def likeliest(self, hidden_states: torch.Tensor, anchors: torch.LongTensor) -> torch.LongTensor:
+        """Greedy proposals `(num_streams, block_size)` of drafted states, behind the tokens `anchors`."""
+        logits, previous, proposals = self._logits(hidden_states), anchors, []
+        for k in range(logits.shape[1]):
+            previous = self._argmax(self._biased(logits[:, k], previous))
+            proposals.append(previous)
+        return torch.stack(proposals, dim=1)
+
+    def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.drafter.logits(hidden_states, self.head.weight, self.head.bias)
+
+    def _biased(self, logits: torch.Tensor, previous: torch.LongTensor) -> torch.Tensor:
+        """Logits `(num_streams, output_vocab_size)` of one position, in float32, given the tokens before it."""
+        scores, markov = logits.float(), self.drafter.markov_head
+        return scores if markov is None else scores + markov(previous).float()
+
+    def _argmax(self, scores: torch.Tensor) -> torch.LongTensor:
+        best = scores.argmax(dim=-1)
+        return best if self.head.token_ids is None else self.head.token_ids[best]
 
     def _draw(self, q: torch.Tensor, p: torch.Tensor, committed: torch.LongTensor, judged: torch.BoolTensor):
         """
@@ -317,10 +328,70 @@ class Replay:
         return carried, predictions
 
 
+@torch.no_grad()
+def replay_together(
+    replays: dict[str, Replay], recordings, batch_size: int = 16, batch_tokens: int = 16384
+) -> dict[str, list[ReplayedResponse]]:
+    """
+    Several replays of one target along the same recordings, which the target reads once for all of them.
+
+    Args:
+        replays (`dict[str, Replay]`): Of the same target, each with a drafter of its own.
+        recordings (`str` or `datasets.Dataset`): Recordings in any form [`load_recordings`] reads.
+        batch_size (`int`, *optional*, defaults to 16): Recordings at a time.
+        batch_tokens (`int`, *optional*, defaults to 16384):
+            Tokens at a time, padding included: bounds the memory where recordings are long.
+
+    Returns:
+        `dict[str, list[ReplayedResponse]]`: By the names of `replays`, in the order of the recordings; those without a
+        round are left out.
+
+    Raises:
+        ValueError: If the replays are of different targets.
+    """
+    systems = list(replays.values())
+    first = systems[0]
+    if any(one.target.model is not first.target.model for one in systems):
+        raise ValueError("Replays of different targets can't read recordings together. Replay them one by one.")
+    vocab_size = first.drafter.config.vocab_size
+    dataset = load_recordings(recordings, vocab_size=vocab_size)
+    dataset = dataset.select([i for i, mask in enumerate(dataset["response_mask"]) if any(mask[1:])])
+    names, prepared = dataset["id"], prepare_recordings(dataset, vocab_size)
+    results: dict[str, dict[int, ReplayedResponse]] = {name: {} for name in replays}
+    for chosen in _groups([len(example["input_ids"]) for example in prepared], batch_size, batch_tokens):
+        batch = RecordingCollator()([prepared[i] for i in chosen])
+        batch = {name: value.to(first.drafter.device) for name, value in batch.items()}
+        recorded: dict[tuple, object] = {}
+        for name, replay in replays.items():
+            key = tuple(replay.drafter.config.target_layer_ids)
+            if key not in recorded:
+                alike = [one for one in systems if tuple(one.drafter.config.target_layer_ids) == key]
+                recorded[key] = replay.target.record(
+                    batch["input_ids"],
+                    batch["attention_mask"],
+                    keep_cache=any(one.drafter.config.carry for one in alike),
+                    keep_logits=any(one.temperature > 0 for one in alike),
+                )
+            replayed = replay.rounds(batch, recorded[key], [names[i] for i in chosen])
+            results[name].update(zip(chosen, replayed))
+    return {name: [found[i] for i in sorted(found) if found[i].rounds] for name, found in results.items()}
+
+
+def _groups(lengths: list[int], batch_size: int, batch_tokens: int) -> list[list[int]]:
+    """Indices by descending length: little is padded, and the streams of a group end together."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        group = groups[-1] if groups else None
+        if group is None or len(group) == batch_size or (len(group) + 1) * lengths[group[0]] > batch_tokens:
+            groups.append([])
+        groups[-1].append(i)
+    return groups
+
+
 def acceptance_length(responses: list[ReplayedResponse]) -> float:
     """`τ`: committed tokens per round, micro-averaged; NaN without a round."""
     rounds = sum(response.rounds for response in responses)
     return sum(sum(response.committed) for response in responses) / rounds if rounds else float("nan")
 
 
-__all__ = ["Replay", "ReplayedResponse", "ReplayedRound", "acceptance_length"]
+__all__ = ["Replay", "ReplayedResponse", "ReplayedRound", "acceptance_length", "replay_together"]

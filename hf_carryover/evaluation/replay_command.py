@@ -19,8 +19,8 @@ from transformers.utils import logging
 
 from ..modeling_carryover import CarryoverDrafter
 from ..training.loading import load_recordings
-from .analysis import prompt_set
-from .replay import Replay, ReplayedResponse, acceptance_length
+from .analysis import choose_recordings, prompt_set
+from .replay import Replay, ReplayedResponse, acceptance_length, replay_together
 
 
 logger = logging.get_logger(__name__)
@@ -36,7 +36,9 @@ class ReplayArguments:
     output: str | None = field(default=None, metadata={"help": "JSON file for all numbers."})
     dtype: str = field(default="bfloat16", metadata={"help": "Data type of target and drafters."})
     batch_size: int = field(default=16, metadata={"help": "Responses at a time."})
-    limit: int | None = field(default=None, metadata={"help": "Use only the first so many recordings of each."})
+    per_set: int | None = field(
+        default=None, metadata={"help": "Use only so many recordings of each prompt set, at even distances."}
+    )
     seed: int = field(default=0, metadata={"help": "Of the draws where the target sampled."})
 
 
@@ -63,17 +65,14 @@ def run(args: ReplayArguments) -> dict:
     loaded = {k: CarryoverDrafter.from_pretrained(v, dtype=dtype).to(device) for k, v in drafters.items()}
     report: dict = {"dtype": args.dtype, "seed": args.seed, "results": {}}
     for name, folder in recordings.items():
-        data = load_recordings(folder)
-        if args.limit is not None:
-            data = data.select(range(min(args.limit, len(data))))
+        data = choose_recordings(load_recordings(folder), args.per_set)
+        replays = {k: Replay(drafter, target, temperatures[name], args.seed) for k, drafter in loaded.items()}
         report["results"][name] = {}
-        for system, drafter in loaded.items():
-            replay = Replay(drafter, target, temperatures[name], args.seed)
-            responses = replay(data, args.batch_size)
+        for system, responses in replay_together(replays, data, args.batch_size).items():
             report["results"][name][system] = [vars(response) for response in responses]
             print(f"{name:>12} {system:>14}: {_line(responses)}", flush=True)
-            if args.output:  # after each, so that an interrupted run leaves what it has
-                Path(args.output).write_text(json.dumps(report) + "\n", encoding="utf-8")
+        if args.output:  # after each, so that an interrupted run leaves what it has
+            Path(args.output).write_text(json.dumps(report) + "\n", encoding="utf-8")
     return report
 
 

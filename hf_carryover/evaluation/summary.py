@@ -19,10 +19,11 @@ from collections.abc import Callable
 import numpy as np
 
 from ..generation import GenerationReport
+from ..timing import PHASES
 from .bootstrap import Estimate, PairedBootstrap, ratio
+from .systems import PLAIN
 
 
-PLAIN = "plain"
 HELD_OUT = "held_out"
 ALL, MEAN = "all sets", "mean of sets"
 # Numbers of one prompt that are summed; the first two are lists over rounds (or absent for plain decoding).
@@ -161,20 +162,40 @@ def _system_numbers(records: list[dict], system: str) -> dict:
     if system == PLAIN:
         return result
     rounds = totals["rounds"]
+    result |= {"rounds": int(rounds), "committed": int(totals["committed"])}
+    if any("proposed" not in entry for entry in numbers):  # a peer of transformers' own tells no more
+        return result
     proposed, accepted, committed = (
         [value for entry in numbers for value in entry[key]] for key in ("proposed", "accepted", "committed")
     )
     pooled = GenerationReport(proposed=proposed, accepted=accepted, committed=committed)
+    phases = [entry["phases"] for entry in numbers if entry.get("phases")]
     return result | {
-        "rounds": int(rounds),
         "proposed": sum(pooled.proposed),
         "accepted": sum(pooled.accepted),
-        "committed": sum(pooled.committed),
         "acceptance": [None if rate != rate else rate for rate in pooled.acceptance],
+        "accepted_shares": accepted_shares(pooled),
         "carried_per_round": _quotient(totals["carried"], rounds),
         "draft_ms_per_round": _quotient(totals["draft_ms"], rounds),
         "target_ms_per_round": _quotient(totals["target_ms"], rounds),
+        "phases_per_round": {name: _quotient(sum(entry[name] for entry in phases), rounds) or 0.0 for name in PHASES}
+        if phases and rounds
+        else None,
     }
+
+
+def accepted_shares(report: GenerationReport) -> list[float]:
+    """
+    Share of rounds with `0 … B` accepted proposals, over the rounds that proposed a whole block and were not cut by
+    EOS or a limit; the last entry is the ceiling, at which more would have been accepted of a longer block.
+    """
+    size = max(report.proposed, default=0)
+    whole = [
+        accepted
+        for proposed, accepted, committed in zip(report.proposed, report.accepted, report.committed)
+        if proposed == size and committed == accepted + 1
+    ]
+    return [whole.count(m) / len(whole) for m in range(size + 1)] if whole else []
 
 
 def _quotient(above: float, below: float) -> float | None:
@@ -210,8 +231,9 @@ def cell(estimate: dict, form: str = "{:.2f}") -> str:
     return f"{value} [{low}, {high}]"
 
 
-def _rows(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
+def pipe_table(head: list[str], body: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -230,7 +252,7 @@ def markdown(report: dict) -> str:
     ]
     if drafters:
         tau = [[group, str(entry["prompts"]), *_estimates(entry, drafters, "tau")] for group, entry in groups.items()]
-        parts += ["**Acceptance length τ**", _rows(["set", "prompts", *drafters], tau)]
+        parts += ["**Acceptance length τ**", pipe_table(["set", "prompts", *drafters], tau)]
         for pair, by_group in summary["comparisons"].items():
             rows = [
                 [
@@ -243,10 +265,16 @@ def markdown(report: dict) -> str:
             ]
             a, b = pair.split(" - ")
             head = ["set", "τ difference", "τ change", f"speedup {a} / {b}"]
-            parts += [f"**{a} against {b}**", _rows(head, rows)]
+            parts += [f"**{a} against {b}**", pipe_table(head, rows)]
         speed = [[group, *_estimates(entry, drafters, "speedup")] for group, entry in groups.items()]
-        parts += ["**Speedup over plain decoding** (prefill apart)", _rows(["set", *drafters], speed)]
+        parts += ["**Speedup over plain decoding** (prefill apart)", pipe_table(["set", *drafters], speed)]
     parts += [f"**Cost of a round** ({ALL})", _costs(groups[ALL]["systems"])]
+    split = _phase_rows(groups[ALL]["systems"])
+    if split:
+        parts += ["**Where the time of a round goes**, ms", split]
+    shares = _share_rows(groups[ALL]["systems"])
+    if shares:
+        parts += ["**Accepted proposals of a whole block**, share of rounds (the last is the ceiling)", shares]
     parts += [_equality_line(name, counts) for name, counts in summary["equality"].items()]
     return "\n\n".join(parts) + "\n"
 
@@ -264,7 +292,30 @@ def _costs(systems: dict[str, dict]) -> str:
         values = ["–" if numbers.get(key) is None else f"{numbers[key]:.1f}" for key in keys]
         rates = " ".join("–" if rate is None else f"{rate:.2f}" for rate in numbers.get("acceptance", []))
         rows.append([name, *values, rates or "–"])
-    return _rows([*head, "acceptance by position"], rows)
+    return pipe_table([*head, "acceptance by position"], rows)
+
+
+def _phase_rows(systems: dict[str, dict]) -> str | None:
+    """Milliseconds a round by phase."""
+    rows = [
+        [name, *(f"{numbers['phases_per_round'][phase]:.2f}" for phase in PHASES)]
+        + [f"{sum(numbers['phases_per_round'].values()):.2f}"]
+        for name, numbers in systems.items()
+        if numbers.get("phases_per_round")
+    ]
+    return pipe_table(["system", *PHASES, "sum"], rows) if rows else None
+
+
+def _share_rows(systems: dict[str, dict]) -> str | None:
+    """Distribution of accepted lengths."""
+    known = {name: numbers["accepted_shares"] for name, numbers in systems.items() if numbers.get("accepted_shares")}
+    if not known:
+        return None
+    size = max(map(len, known.values()))
+    rows = [
+        [name, *(f"{share:.3f}" for share in shares), *[""] * (size - len(shares))] for name, shares in known.items()
+    ]
+    return pipe_table(["system", *map(str, range(size))], rows)
 
 
 def _equality_line(name: str, counts: dict) -> str:
@@ -285,6 +336,7 @@ __all__ = [
     "Table",
     "equality",
     "markdown",
+    "pipe_table",
     "public_record",
     "summarize",
 ]

@@ -52,6 +52,10 @@ class CarryoverTrainingArguments(TrainingArguments):
             whose states predict what is to be drafted. They cost no verification and teach a drafter where to look;
             the steps behind them, with rejected rows, how far to trust what it sees. A control drafts once as well.
 
+        non_finite_steps (`str`, *optional*, defaults to `"skip"`):
+            What happens to a step whose gradient is not finite: `"skip"` drops it, counts it (`skipped_steps` in the
+            log) and goes on, `"stop"` ends the run with the weights before it.
+
         > Parameters that control the data
 
         feature_cache_dir (`str`, *optional*):
@@ -88,6 +92,9 @@ class CarryoverTrainingArguments(TrainingArguments):
     fc_learning_rate_scale: float = field(default=1.0, metadata={"help": "Factor on the learning rate of fc.weight."})
     draft_temperature: float = field(default=0.0, metadata={"help": "Temperature of the first draft; 0 is greedy."})
     carry_warmup_steps: int = field(default=0, metadata={"help": "First steps, which carry recorded rows."})
+    non_finite_steps: str = field(
+        default="skip", metadata={"help": '"skip" or "stop" at a step whose gradient is not finite.'}
+    )
     carry_cache_dir: str | None = field(default=None, metadata={"help": "Folder for verified first drafts."})
     feature_cache_dir: str | None = field(default=None, metadata={"help": "Folder for cached target features."})
 
@@ -99,6 +106,8 @@ class CarryoverTrainingArguments(TrainingArguments):
     def __post_init__(self):
         if self.stage not in ("baseline", "carryover"):
             raise ValueError(f'`stage` must be "baseline" or "carryover", got {self.stage!r}.')
+        if self.non_finite_steps not in ("skip", "stop"):
+            raise ValueError(f'`non_finite_steps` must be "skip" or "stop", got {self.non_finite_steps!r}.')
         if self.anchors_per_response < 1:
             raise ValueError(f"`anchors_per_response` must be at least 1, got {self.anchors_per_response}.")
         if self.gamma is not None and self.gamma <= 0:

@@ -9,14 +9,13 @@ drafter (a control, other seeds of the order, other learning rates) share them, 
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
+
+from .files import load_tensors, save_tensors
 
 
 @dataclass
@@ -63,18 +62,15 @@ class DraftBank:
         digest = hashlib.sha256(self.identity + token_ids.cpu().numpy().tobytes() + str(example).encode()).hexdigest()
         return self.folder / digest[:2] / f"{digest}.safetensors"
 
-    def load(self, path: Path, with_features: bool) -> FirstDrafts:
-        """What `save` wrote."""
-        with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if name != "features" or with_features]  # noqa: SIM118
-            return FirstDrafts(**{name: file.get_tensor(name) for name in names})
+    def load(self, path: Path, with_features: bool) -> FirstDrafts | None:
+        """What `save` wrote; `None` where nothing is, or what is there is damaged."""
+        names = () if with_features else ("positions", "accepted", "proposals", "predictions")
+        tensors = load_tensors(path, *names)
+        return None if tensors is None else FirstDrafts(**tensors)
 
     def save(self, path: Path, drafts: FirstDrafts) -> None:
         """Write one recording's drafts; the file is there as a whole or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        save_file({name: value.contiguous().cpu() for name, value in vars(drafts).items()}, temporary)
-        os.replace(temporary, path)
+        save_tensors(path, vars(drafts))
 
 
 def fingerprint(drafter: nn.Module, *others) -> bytes:

@@ -164,7 +164,11 @@ class DraftVerifyDraft(Trainer):
     def _banked(self, batch: dict, healthy: torch.BoolTensor) -> Blocks:
         """The shifted anchors and carried rows of the first drafts in the bank."""
         config, device = self.drafter.config, batch["input_ids"].device
-        drafts = [self.bank.load(path, with_features=config.carries_states) for path in self._bank_paths(batch)]
+        paths = self._bank_paths(batch)
+        drafts = [self.bank.load(path, with_features=config.carries_states) for path in paths]
+        if any(one is None for one in drafts):  # damaged, and removed
+            self._fill_bank(batch)
+            drafts = [self.bank.load(path, with_features=config.carries_states) for path in paths]
         rows = [len(one.positions) for one in drafts]
         sequence_index = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows)).to(device)
         anchors, accepted, proposals, predictions = (

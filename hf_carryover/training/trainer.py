@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -29,8 +31,10 @@ from .anchors import (
 )
 from .arguments import CarryoverTrainingArguments
 from .bank import DraftBank, fingerprint
+from .checkpoints import STATE_FILE, checkpoint_problem, discard_incomplete, last_complete_checkpoint
 from .data import RecordingCollator, prepare_recordings
 from .drafting import DraftVerifyDraft
+from .guard import StepGuard
 from .losses import acceptance_counts, acceptance_metrics, block_loss
 from .optimizers import MuonAdamW, split_for_muon
 from .verification import FrozenTarget
@@ -72,8 +76,8 @@ class CarryoverTrainer(DraftVerifyDraft):
 
     Logged beside the loss, for this process: `block_loss`, the weighted mean over the labels of the drafted blocks
     (the loss itself is divided by the weights of the *sampled* anchors' labels, which no drafter can change);
-    `accepted_first`, `m` of the first draft; `carried`, rows per block; and `skipped`, recordings and blocks left out
-    for features that are not finite, so far.
+    `accepted_first`, `m` of the first draft; `carried`, rows per block; and so far `skipped`, recordings and blocks
+    left out for features that are not finite, and `skipped_steps`, steps left out for a gradient that is not.
 
     Evaluation gives `loss`; `tau`, tokens committed per drafted block, simulated at sampled anchors against the
     recording (accepted proposals and the target's own token, none behind the end of a response); `acceptance_k`,
@@ -111,6 +115,7 @@ class CarryoverTrainer(DraftVerifyDraft):
             eval_dataset=self._prepared(eval_dataset, "eval_dataset"),
             **kwargs,
         )
+        self.step_guard = StepGuard(args.non_finite_steps, self._sum_over_processes)
         # The loss is divided by the weights of the whole accumulated, global batch: see `get_batch_samples`.
         self.model_accepts_loss_kwargs = True
         self.drafter = model
@@ -159,7 +164,10 @@ class CarryoverTrainer(DraftVerifyDraft):
     # Checkpoints
 
     def check_checkpoint(self, checkpoint: str | Path) -> None:
-        """Raise a `ValueError` when `checkpoint` is no checkpoint, or one of a drafter of another shape or kind."""
+        """
+        Raise a `ValueError` when `checkpoint` is no checkpoint or half of one, or one of a drafter of another shape or
+        kind.
+        """
         if has_adapter(self.drafter):
             if not (Path(checkpoint) / CONFIG_FILE).is_file():
                 raise ValueError(f"{str(checkpoint)!r} is no checkpoint of an adapter: it has no `{CONFIG_FILE}`.")
@@ -167,6 +175,12 @@ class CarryoverTrainer(DraftVerifyDraft):
         path = Path(checkpoint) / "config.json"
         if not path.is_file():
             raise ValueError(f"{str(checkpoint)!r} is no checkpoint to resume from: it has no `config.json`.")
+        problem = checkpoint_problem(checkpoint, self.args.world_size)
+        if problem is not None:
+            raise ValueError(
+                f"The checkpoint {str(checkpoint)!r} is not whole: {problem}. `resume_from_checkpoint=True` takes the "
+                "last one that is."
+            )
         saved, ours = CarryoverConfig.from_json_file(path).to_dict(), self.drafter.config.to_dict()
         fields = sorted(set(CarryoverConfig.__annotations__) - HARMLESS_FIELDS)
         different = [k for k in fields if saved.get(k) != ours.get(k)]
@@ -176,6 +190,43 @@ class CarryoverTrainer(DraftVerifyDraft):
                 f"The checkpoint {str(checkpoint)!r} is of another drafter: {values}. Resume with the settings of "
                 "that run, or choose another `output_dir`."
             )
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """As in `Trainer`; `resume_from_checkpoint=True` passes over checkpoints that are not whole."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self.last_checkpoint()
+            if resume_from_checkpoint is None:
+                raise ValueError(f"There is no whole checkpoint to resume from in {self.args.output_dir!r}.")
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def last_checkpoint(self) -> str | None:
+        """The last whole checkpoint of this run; those that are not whole are removed."""
+        found = last_complete_checkpoint(self.args.output_dir, self.args.world_size)
+        if self.args.should_save:
+            discard_incomplete(self.args.output_dir, self.args.world_size)
+        return None if found is None else str(found)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        if self.args.should_save:  # until the end an older one of this name must not pass for whole
+            (folder / STATE_FILE).unlink(missing_ok=True)
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            problem = checkpoint_problem(folder, self.args.world_size)
+            if problem is None or not self.args.should_save:
+                raise
+            shutil.rmtree(folder, ignore_errors=True)
+            last = last_complete_checkpoint(folder.parent, self.args.world_size)
+            raise OSError(
+                f"{folder.name} could not be saved ({problem}): {error}. What was written of it is removed. Make "
+                f"room, then resume from {'the start' if last is None else last.name}."
+            ) from error
+
+    def _save_rng_state(self, output_dir) -> None:
+        super()._save_rng_state(output_dir)
+        if self.args.world_size > 1:  # the trainer's state, which makes a checkpoint whole, comes after all of them
+            self.accelerator.wait_for_everyone()
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         self.check_checkpoint(resume_from_checkpoint)
@@ -272,7 +323,11 @@ class CarryoverTrainer(DraftVerifyDraft):
                 eps=args.adam_epsilon,
                 weight_decay=args.weight_decay,
             )
+        optimizer.register_step_pre_hook(self.step_guard)
         return optimizer
+
+    def _sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(value, reduction="sum") if self.args.world_size > 1 else value
 
     # Anchors and normalisation
 
@@ -288,9 +343,7 @@ class CarryoverTrainer(DraftVerifyDraft):
         for batch in batches:
             self.add_anchors(batch, step)
             total += self._anchor_weight(batch).to(device)
-        if self.args.world_size > 1:
-            total = self.accelerator.reduce(total, reduction="sum")
-        return batches, total
+        return batches, self._sum_over_processes(total)
 
     def _anchor_weight(self, batch: dict) -> torch.Tensor:
         """Sum of the label weights of the sampled anchors, a scalar."""
@@ -394,6 +447,8 @@ class CarryoverTrainer(DraftVerifyDraft):
             logs["block_loss"] = float(self._stats["weighted"]) / max(float(self._stats["weights"]), 1e-6)
             if self.skipped_sequences or self.skipped_blocks:
                 logs["skipped"] = self.skipped_sequences + self.skipped_blocks
+            if self.step_guard.skipped:
+                logs["skipped_steps"] = self.step_guard.skipped
             self._stats = {}
         super().log(logs, *args, **kwargs)
 

@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import DynamicCache
 
 from ..target import gather_features, hidden_state_indices, text_config, unwrap_target
+from .files import load_tensors, save_tensors
 
 
 @dataclass
@@ -204,13 +203,15 @@ class FrozenTarget:
     def _cached_features(self, input_ids: torch.LongTensor, attention_mask: torch.Tensor) -> torch.Tensor:
         lengths = attention_mask.sum(dim=1).tolist()
         paths = [self._cache_path(ids[:length]) for ids, length in zip(input_ids, lengths, strict=True)]
-        missing = [i for i, path in enumerate(paths) if not path.exists()]
+        kept = [load_tensors(path, "features") for path in paths]
+        missing = [i for i, tensors in enumerate(kept) if tensors is None]
         if missing:
             width = max(lengths[i] for i in missing)
             new = self._run(input_ids[missing, :width], attention_mask[missing, :width]).features
             for i, features in zip(missing, new, strict=True):
-                _save_atomically(paths[i], features[: lengths[i]].contiguous())
-        rows = [load_file(path, device=str(input_ids.device))["features"] for path in paths]
+                kept[i] = {"features": features[: lengths[i]]}
+                save_tensors(paths[i], kept[i])
+        rows = [tensors["features"].to(input_ids.device) for tensors in kept]
         features = rows[0].new_zeros((len(rows), input_ids.shape[1], rows[0].shape[-1]))
         for i, row in enumerate(rows):
             features[i, : row.shape[0]] = row
@@ -234,7 +235,7 @@ class FrozenTarget:
         for ids, length, rows in zip(input_ids, attention_mask.sum(dim=1).tolist(), features, strict=True):
             path = self._cache_path(ids[:length])
             if not path.exists():
-                _save_atomically(path, rows[:length].contiguous())
+                save_tensors(path, {"features": rows[:length]})
 
     def _fingerprint(self) -> bytes:
         """
@@ -296,11 +297,3 @@ def additive_mask(visible: torch.BoolTensor, dtype: torch.dtype) -> torch.Tensor
     """`(batch, 1, rows, keys)` scores to add: 0 where visible, the least finite number elsewhere."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min).unsqueeze(1)
-
-
-def _save_atomically(path: Path, features: torch.Tensor) -> None:
-    """Two processes may write the same file: each writes its own and renames it into place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    save_file({"features": features}, temporary)
-    os.replace(temporary, path)

@@ -2,7 +2,7 @@
 """
 Tables over reports of `hf-carryover replay`: acceptance lengths per prompt set, and what carry changes.
 
-    python -m bench.acceptance report.json --pair carryover control --output table.md
+    python -m hf_carryover.evaluation.acceptance report.json --pair carryover control --output table.md
 
 Each set's τ is a micro-average over its rounds; "mean of sets" counts each set once, held-out recordings apart.
 Brackets are 95 % intervals, paired bootstrap over prompts within their sets: all systems saw the very same responses.
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_carryover.evaluation.bootstrap import Estimate, PairedBootstrap, ratio
-from hf_carryover.evaluation.replay_command import prompt_set
-from hf_carryover.evaluation.summary import MEAN
+from .analysis import prompt_set
+from .bootstrap import Estimate, PairedBootstrap, ratio
+from .summary import MEAN
 
 
 class Acceptance:

@@ -1,0 +1,208 @@
+# Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
+"""
+The drafter as a vLLM model.
+
+Layers, fusion and the paged storage of context rows are vLLM's own DFlash (`qwen3_dflash`, the same in 0.32 and 0.33).
+Added here: the carry embedding, the Markov head, block inputs embedded by their place in the block (so that a learned
+mask embedding needs no token of its own), other widths than the target's, and the rows of a reduced draft vocabulary,
+gathered from the target's head once the target is there.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed import (
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+
+from .config import expected_tensors
+
+
+def _frozen(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(*shape, dtype=dtype), requires_grad=False)
+
+
+def local_head_rows(weight: torch.Tensor, start: int, end: int, token_ids: torch.Tensor) -> torch.Tensor:
+    """
+    Rows `token_ids` of a head of which `weight` holds rows `start … end - 1`; the others are zero, so that the sum
+    over all shards is the full result.
+    """
+    ids = token_ids.to(weight.device)
+    here = (ids >= start) & (ids < end)
+    rows = weight[(ids - start).clamp(0, max(end - start - 1, 0))]
+    return rows * here.unsqueeze(1).to(rows.dtype)
+
+
+class CarryoverForVLLM(DFlashQwen3ForCausalLM):
+    """A [`CarryoverDrafter`] checkpoint on vLLM's DFlash layers."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        config, dtype = self.config, vllm_config.model_config.dtype
+        d, d_target = config.hidden_size, config.target_hidden_size
+        # Both are the target's, see `borrow`.
+        self.has_own_embed_tokens = self.has_own_lm_head = False
+        self.block_rows = config.block_size + 1
+        self.carry_embedding = _frozen(d, dtype=dtype) if config.carry else None
+        self.mask_token_embedding = _frozen(d_target, dtype=dtype) if config.mask_token_id is None else None
+        self.embed_proj = _frozen(d, d_target, dtype=dtype) if d != d_target else None
+        self.head_proj = _frozen(d_target, d, dtype=dtype) if d != d_target else None
+        self.markov_w1 = self.markov_w2 = None
+        if config.markov_rank:
+            # Not sharded: the factors are small beside the head, and the sum is with gathered logits.
+            self.markov_w1 = _frozen(config.vocab_size, config.markov_rank, dtype=dtype)
+            self.markov_w2 = _frozen(config.draft_vocab_size, config.markov_rank, dtype=dtype)
+        self.reduced = self.draft_id_to_target_id is not None
+        self.taps_last_layer = config.target_layer_ids[-1] == config.num_target_layers - 1
+        self._target: tuple[nn.Module, ...] = ()  # a tuple: the target must not become a submodule
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """
+        Load a folder of `CarryoverDrafter.save_pretrained`.
+
+        Raises:
+            ValueError: Listing missing and unknown tensors.
+        """
+        tensors = dict(weights)
+        expected = expected_tensors(self._checkpoint_config())
+        missing, unknown = sorted(expected - set(tensors)), sorted(set(tensors) - expected)
+        if missing or unknown:
+            raise ValueError(
+                f"The checkpoint does not hold this drafter: missing {missing[:20]}, unknown {unknown[:20]}. Serve a "
+                "folder that `CarryoverDrafter.save_pretrained` wrote, with its own config."
+            )
+        own = {
+            "carry_embedding": self.carry_embedding,
+            "mask_embedding": self.mask_token_embedding,
+            "embed_proj.weight": self.embed_proj,
+            "head_proj.weight": self.head_proj,
+            "markov_head.markov_w1.weight": self.markov_w1,
+            "markov_head.markov_w2.weight": self.markov_w2,
+        }
+        for name, parameter in own.items():
+            if name in tensors:
+                parameter.data.copy_(tensors.pop(name))
+        super().load_weights(tensors.items())
+
+    def _checkpoint_config(self):
+        """The config as it was saved: vLLM fills in the draft vocabulary of drafters that have none."""
+        return self.config if self.reduced else _Unreduced(self.config)
+
+    def _read_mask_embedding(self) -> None:
+        """vLLM would look for a pickle beside the weights; ours is in them."""
+        return None
+
+    def borrow(self, target: nn.Module) -> None:
+        """
+        Take from the target's language model what is its own: embedding, final norm and, for a reduced vocabulary,
+        rows of the head (a full head is shared by vLLM itself).
+
+        Raises:
+            ValueError: If the target lacks one of them in a form that can be used.
+        """
+        if self.taps_last_layer and getattr(getattr(target, "model", None), "norm", None) is None:
+            raise ValueError(
+                f"The drafter reads the target's last layer ({self.config.target_layer_ids[-1]}), behind its final "
+                f"norm, which {type(target).__name__} doesn't have as `model.norm`. Train it with other "
+                "`target_layer_ids`."
+            )
+        self._target = (target,)
+        # The block's embeddings are inputs of the compiled part, which has no use for an embedding of its own.
+        if hasattr(self.model, "embed_tokens"):
+            del self.model.embed_tokens
+        if self.reduced:
+            self._gather_head(target)
+
+    def _gather_head(self, target: nn.Module) -> None:
+        source = target.lm_head
+        if not isinstance(source.quant_method, UnquantizedEmbeddingMethod):
+            raise ValueError(
+                f"A reduced draft vocabulary needs rows of the target's head, which is quantized "
+                f"({type(source.quant_method).__name__}). Serve a target whose `lm_head` is not quantized."
+            )
+        token_ids = self.draft_token_ids()
+        shard = source.shard_indices
+        rows = local_head_rows(source.weight, shard.org_vocab_start_index, shard.org_vocab_end_index, token_ids)
+        bias = getattr(source, "bias", None)
+        if get_tensor_model_parallel_world_size() > 1:
+            rows = tensor_model_parallel_all_reduce(rows)
+        head = ParallelLMHead(
+            rows.shape[0], rows.shape[1], bias=bias is not None, params_dtype=rows.dtype, prefix="draft_lm_head"
+        ).to(rows.device)
+        head.weight_loader(head.weight, rows)
+        if bias is not None:
+            values = local_head_rows(
+                bias.unsqueeze(1), shard.org_vocab_start_index, shard.org_vocab_end_index, token_ids
+            )
+            if get_tensor_model_parallel_world_size() > 1:
+                values = tensor_model_parallel_all_reduce(values)
+            head.weight_loader(head.bias, values.squeeze(1))
+        head.quant_method.process_weights_after_loading(head)
+        self.lm_head = head
+
+    def draft_token_ids(self) -> torch.Tensor | None:
+        """Target ids `(draft_vocab_size,)` of the draft vocabulary; `None` when it is the full one."""
+        offsets = self.draft_id_to_target_id
+        return None if offsets is None else offsets.data + torch.arange(offsets.shape[0], device=offsets.device)
+
+    def combine_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """
+        `fc(h)` of target features `(rows, feature_size)`. The output of the last layer is taken behind the final
+        norm, as transformers returns it; vLLM hands it out before.
+        """
+        if self.taps_last_layer:
+            width = self.config.target_hidden_size
+            last = self._target[0].model.norm(hidden_states[..., -width:].contiguous())
+            hidden_states = torch.cat([hidden_states[..., :-width], last], dim=-1)
+        return super().combine_hidden_states(hidden_states)
+
+    def add_carry(self, states: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
+        """`fc(h) + e` in the rows `carried` `(rows,)` of `states` `(rows, hidden_size)`."""
+        if self.carry_embedding is None:
+            return states
+        return states + carried.unsqueeze(-1).to(states.dtype) * self.carry_embedding
+
+    def block_embeds(self, anchors: torch.Tensor) -> torch.Tensor:
+        """Block inputs `(requests, block_rows, hidden_size)`: the anchor's embedding, then mask rows."""
+        embed = self._target[0].embed_input_ids
+        first = embed(anchors)
+        if self.mask_token_embedding is not None:
+            mask = self.mask_token_embedding.to(first.dtype)
+        else:
+            mask = embed(anchors.new_full((1,), self.config.mask_token_id))[0]
+        block = mask.expand(first.shape[0], self.block_rows, -1).clone()
+        block[:, 0] = first
+        return block if self.embed_proj is None else nn.functional.linear(block, self.embed_proj)
+
+    def draft_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits `(rows, draft vocabulary)` of final states, in float32, without the Markov bias."""
+        if self.head_proj is not None:
+            hidden_states = nn.functional.linear(hidden_states, self.head_proj)
+        bias = getattr(self.lm_head, "bias", None)
+        return self.logits_processor(self.lm_head, hidden_states, bias).float()
+
+    def markov_bias(self, previous: torch.Tensor) -> torch.Tensor | None:
+        """`W2 · W1[y_{k-1}]` in float32 for target tokens `previous` `(requests,)`; `None` without a Markov head."""
+        if self.markov_w1 is None:
+            return None
+        return nn.functional.linear(self.markov_w1[previous.long()], self.markov_w2).float()
+
+
+class _Unreduced:
+    """A view of a config with `draft_vocab_size` unset."""
+
+    draft_vocab_size = None
+
+    def __init__(self, config):
+        self._config = config
+
+    def __getattr__(self, name: str):
+        return getattr(self._config, name)
+
+
+__all__ = ["CarryoverForVLLM", "local_head_rows"]

@@ -1,0 +1,108 @@
+"""The split of a round's time: whole, and honest about which part a delay is in."""
+
+import time
+
+import pytest
+import torch
+from conftest import tiny_drafter, tiny_llama
+
+from hf_carryover import split_times
+from hf_carryover.evaluation.systems import System
+from hf_carryover.modeling_carryover import CarryoverDrafter
+from hf_carryover.timing import PHASES
+
+
+PROMPT = {"input_ids": torch.arange(5, 17)[None], "attention_mask": torch.ones(1, 12, dtype=torch.long)}
+NEW = 25
+
+
+@pytest.fixture(scope="module")
+def models():
+    target = tiny_llama()
+    return target, tiny_drafter(target, markov_rank=4)
+
+
+def measure(models, max_new_tokens=NEW):
+    target, drafter = models
+    return System("ours", drafter).generate(target, PROMPT, max_new_tokens)
+
+
+def delayed(monkeypatch, owner, name, seconds):
+    original = getattr(owner, name)
+
+    def slow(*args, **kwargs):
+        time.sleep(seconds)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, slow)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    ("phase", "owner", "name"),
+    [
+        ("draft", CarryoverDrafter, "run_layers"),
+        ("projection", "fc", "forward"),
+        ("target", "target", "forward"),
+        ("sampling", "markov_head", "forward"),
+    ],
+)
+def test_a_delay_shows_in_its_own_column(phase, owner, name, models, monkeypatch):
+    """Of a delay injected into one part, its column grows by it, no other one does, and the sum is the wall time."""
+    target, drafter = models
+    seconds = 0.02
+    owner = target if owner == "target" else getattr(drafter, owner) if isinstance(owner, str) else owner
+    measure(models)
+    before = measure(models)
+    delayed(monkeypatch, owner, name, seconds)
+    after = measure(models)
+    assert after["token_ids"] == before["token_ids"]
+    # One call a round, but the Markov head's one for every proposal; a last draft may have been left unverified.
+    calls = sum(after["proposed"]) if phase == "sampling" else after["rounds"]
+    added = 1000 * seconds * calls
+    growth = {key: after["phases"][key] - before["phases"][key] for key in PHASES}
+    assert added <= growth[phase] <= 1.1 * added + 20
+    assert all(abs(growth[key]) < 0.1 * added for key in PHASES if key != phase)
+    assert sum(after["phases"].values()) == pytest.approx(after["decode_ms"], rel=0.02)
+
+
+@pytest.mark.compat
+def test_the_parts_are_all_there_and_prefill_is_none_of_them(models, monkeypatch):
+    target, _ = models
+    numbers = measure(models)
+    assert list(numbers["phases"]) == list(PHASES)
+    assert all(value > 0 for value in numbers["phases"].values())
+    # A slow prefill is in no column.
+    forward = target.forward
+
+    def slow_prefill(*args, **kwargs):
+        if kwargs["input_ids"].shape[1] == 12:
+            time.sleep(0.3)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(target, "forward", slow_prefill)
+    slow = measure(models)
+    assert slow["prefill_ms"] > 300
+    assert sum(slow["phases"].values()) < 300
+
+
+@pytest.mark.compat
+def test_nothing_is_split_outside_and_nothing_stays_behind(models):
+    target, drafter = models
+    arguments = {"assistant_model": drafter, "do_sample": False, "max_new_tokens": 4}
+    target.generate(**PROMPT, **arguments)
+    assert drafter.last_report.phases is None
+    with pytest.raises(RuntimeError, match="inside"), split_times(target):
+        target.generate(**PROMPT, **arguments)
+        assert sum(drafter.last_report.phases.values()) > 0
+        raise RuntimeError("inside")
+    assert not target._forward_hooks and not target._forward_pre_hooks
+    target.generate(**PROMPT, **arguments)
+    assert drafter.last_report.phases is None
+
+
+@pytest.mark.compat
+def test_sampling_is_split_too(models):
+    target, drafter = models
+    numbers = System("ours", drafter).generate(target, PROMPT, 12, temperature=1.0, seed=3)
+    assert sum(numbers["phases"].values()) == pytest.approx(numbers["decode_ms"], rel=0.1)
