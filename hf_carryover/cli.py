@@ -18,6 +18,7 @@ COMMANDS = {
     "testbed": ("hf_carryover.testbed.command", "measure carry on a language with a dial"),
     "convert": ("hf_carryover.convert.command", "read and write drafters of other formats"),
     "push": ("hf_carryover.hub.command", "publish a drafter with its card and report"),
+    "recipe": ("hf_carryover.recipes", "run a recipe: prompts, recordings, all stages, measurements"),
     "info": ("hf_carryover.info", "say what a folder is, and whether it fits a target"),
     "demo": ("hf_carryover.demo", "compare plain and assisted decoding on the demo target"),
 }
