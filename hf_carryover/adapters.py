@@ -106,7 +106,7 @@ def digest(drafter: CarryoverDrafter) -> str:
 def adapter_state(drafter: CarryoverDrafter, state_dict: dict | None = None) -> dict[str, torch.Tensor]:
     """The adapter's tensors and those of carry, by PEFT's names."""
     peft = _peft()
-    state = peft.get_peft_model_state_dict(drafter, state_dict=state_dict)
+    state = peft.get_peft_model_state_dict(drafter, state_dict=state_dict, save_embedding_layers=False)
     source = drafter.state_dict() if state_dict is None else state_dict
     state.update({name: source[name] for name in carry_tensors(drafter)})
     return {PREFIX + name: value.detach().cpu().contiguous() for name, value in state.items()}

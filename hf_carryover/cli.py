@@ -16,6 +16,10 @@ COMMANDS = {
     "replay": ("hf_carryover.evaluation.replay_command", "measure acceptance along recorded responses"),
     "analyze": ("hf_carryover.evaluation.analyze_command", "show why carry helps or does not"),
     "testbed": ("hf_carryover.testbed.command", "measure carry on a language with a dial"),
+    "convert": ("hf_carryover.convert.command", "read and write drafters of other formats"),
+    "push": ("hf_carryover.hub.command", "publish a drafter with its card and report"),
+    "recipe": ("hf_carryover.recipes", "run a recipe: prompts, recordings, all stages, measurements"),
+    "info": ("hf_carryover.info", "say what a folder is, and whether it fits a target"),
     "demo": ("hf_carryover.demo", "compare plain and assisted decoding on the demo target"),
 }
 
@@ -24,7 +28,8 @@ def usage() -> str:
     """What is printed without a subcommand."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(["usage: hf-carryover COMMAND [--help | flags]", "", *lines])
+    config = "  --config FILE.yaml in any of them: `name: value` lines instead of flags; flags that are given win"
+    return "\n".join(["usage: hf-carryover COMMAND [--help | flags]", "", *lines, "", config])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,7 +45,16 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: unknown command {argv[0]!r}\n\n{usage()}", file=sys.stderr)
         return 2
     sys.argv[0] = f"hf-carryover {argv[0]}"  # what the subcommand's --help calls itself
-    return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
+    rest = argv[1:]
+    if any(flag.partition("=")[0] == "--config" for flag in rest):
+        from .command import expand_config
+
+        try:
+            rest = expand_config(rest)
+        except (ValueError, OSError) as error:
+            print("error:", " ".join(str(error).split()), file=sys.stderr)
+            return 2
+    return importlib.import_module(COMMANDS[argv[0]][0]).main(rest)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 # Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
 """
-Train a drafter from the command line: `python -m hf_carryover.train config.yaml` or with flags.
+Train a drafter: `hf-carryover train --config config.yaml`, or with flags.
 
 Without `--drafter` a new drafter is built from the target; with it, training goes on from that checkpoint, with or
 without carry. A run whose output folder has a checkpoint is resumed from the last whole one. The output folder gets
@@ -24,6 +24,7 @@ from datasets import concatenate_datasets
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
 
 from . import __version__
+from .command import expand_config
 from .modeling_carryover import CarryoverDrafter
 from .reshape import reshape_drafter
 from .target import drafter_from_target
@@ -37,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
 # What shapes a new drafter, and which of it only a new one takes: see `reshape_drafter` for the others.
-SHAPE_FLAGS = ("num_hidden_layers", "block_size", "markov_rank", "target_layer_ids", "init_from_target")
-NEW_FLAGS = ("num_hidden_layers", "init_from_target")
+NEW_FLAGS = ("num_hidden_layers", "init_from_target", "anchor_first", "mask_token_id")
+SHAPE_FLAGS = ("block_size", "markov_rank", "target_layer_ids", *NEW_FLAGS)
 
 
 @dataclass
@@ -56,11 +57,16 @@ class DrafterArguments:
         carry (`bool`, *optional*):
             Whether the trained drafter carries. Defaults to what `drafter` does, and to `False` for a new one.
         carry_from (`str`, *optional*): What a carried row is made of, see [`CarryoverConfig`].
-        num_hidden_layers, init_from_target (*optional*):
-            Of a new drafter, so refused together with `drafter`; see [`drafter_from_target`], whose defaults hold.
+        num_hidden_layers, init_from_target, anchor_first, mask_token_id (*optional*):
+            Of a new drafter, so refused together with `drafter`; see [`drafter_from_target`] and [`CarryoverConfig`],
+            whose defaults hold.
         block_size, markov_rank, draft_vocab_size, target_layer_ids (*optional*):
             Of a new drafter, or changes to the shape of `drafter`, see [`reshape_drafter`]. The draft vocabulary is
             the recordings' most frequent tokens.
+        lora_rank (`int`, *optional*):
+            Train a LoRA of this rank, and the carry embedding, on the frozen `drafter`: see [`add_adapter`].
+        lora_alpha (`float`, *optional*): Its scale, twice the rank by default.
+        lora_target_modules (`list[str]`, *optional*): What it adapts, all linear maps by default.
         target_dtype (`str`, *optional*, defaults to `"bfloat16"`): The dtype the target runs in.
         save_dtype (`str`, *optional*, defaults to `"float32"`):
             The dtype of the finished drafter's file. Training and its checkpoints are float32.
@@ -80,6 +86,17 @@ class DrafterArguments:
     draft_vocab_size: int | None = field(default=None, metadata={"help": "Reduced draft vocabulary of a new drafter."})
     target_layer_ids: list[int] | None = field(default=None, metadata={"help": "Tapped layers of a new drafter."})
     init_from_target: bool | None = field(default=None, metadata={"help": "Start a new drafter from target layers."})
+    anchor_first: bool | None = field(
+        default=None, metadata={"help": "Whether a new drafter has anchor-first blocks."}
+    )
+    mask_token_id: int | None = field(
+        default=None, metadata={"help": "Mask token of a new drafter; a learned embedding by default."}
+    )
+    lora_rank: int | None = field(default=None, metadata={"help": "Train a LoRA of this rank on a frozen drafter."})
+    lora_alpha: float | None = field(default=None, metadata={"help": "Scale of the LoRA; twice the rank by default."})
+    lora_target_modules: list[str] | None = field(
+        default=None, metadata={"help": "What the LoRA adapts; all linear maps by default."}
+    )
     target_dtype: str = field(default="bfloat16", metadata={"help": "Dtype the target runs in."})
     save_dtype: str = field(default="float32", metadata={"help": "Dtype of the finished drafter's file."})
 
@@ -92,40 +109,25 @@ class DrafterArguments:
                 f"{', '.join(f'`{name}`' for name in given)} shape a new drafter, but `drafter` names one to go on "
                 "from, which has its own. Leave them out, or leave out `drafter`."
             )
+        if self.lora_rank is not None and (self.drafter is None or self.lora_rank < 1):
+            raise ValueError(
+                f"`lora_rank` {self.lora_rank} needs a `drafter` to adapt, and must be at least 1; got `drafter` "
+                f"{self.drafter!r}."
+            )
+        if self.lora_rank is None and (self.lora_alpha is not None or self.lora_target_modules is not None):
+            raise ValueError("`lora_alpha` and `lora_target_modules` have no effect without `lora_rank`.")
         for name in ("target_dtype", "save_dtype"):
             if getattr(self, name) not in DTYPES:
                 raise ValueError(f"`{name}` must be one of {', '.join(DTYPES)}, got {getattr(self, name)!r}.")
 
 
 def parse(argv: list[str]) -> tuple[DrafterArguments, CarryoverTrainingArguments]:
-    """Both groups of arguments, from flags or from the one YAML file that is named."""
+    """Both groups of arguments, from flags and YAML files."""
     groups = (DrafterArguments, CarryoverTrainingArguments)
     parser = HfArgumentParser(groups, description=__doc__, allow_abbrev=False)  # a typo is no abbreviation
     # One line instead of the usage text, which lists every flag of `TrainingArguments`; --help prints it.
     parser.error = lambda message: parser.exit(2, f"error: {message} (--help lists the flags)\n")
-    if len(argv) == 1 and argv[0].endswith((".yaml", ".yml")):
-        # By way of flags: so both forms convert and refuse alike (YAML reads `6e-4` as a string).
-        argv = _flags(Path(argv[0]))
-    return parser.parse_args_into_dataclasses(argv)
-
-
-def _flags(path: Path) -> list[str]:
-    """The flags that a YAML file of `name: value` lines stands for."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path.name} is not YAML: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name} must hold `name: value` lines, got {type(content).__name__}.")
-    flags = []
-    for name, value in content.items():
-        if value is None:
-            continue
-        values = value if isinstance(value, list) else [value]
-        flags += [f"--{name}", *(json.dumps(v) if isinstance(v, (dict, bool)) else str(v) for v in values)]
-    return flags
+    return parser.parse_args_into_dataclasses(expand_config(argv))
 
 
 def build_drafter(arguments: DrafterArguments, target, recordings) -> CarryoverDrafter:
@@ -142,6 +144,18 @@ def build_drafter(arguments: DrafterArguments, target, recordings) -> CarryoverD
     if given or token_ids is not None:
         drafter = reshape_drafter(drafter, draft_token_ids=token_ids, **given)
     return drafter
+
+
+def build_adapter(arguments: DrafterArguments):
+    """The PEFT config that was asked for, or `None`."""
+    if arguments.lora_rank is None:
+        return None
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ImportError("`lora_rank` needs PEFT: `pip install 'hf_carryover[peft]'`.") from error
+    alpha = 2 * arguments.lora_rank if arguments.lora_alpha is None else arguments.lora_alpha
+    return LoraConfig(r=arguments.lora_rank, lora_alpha=alpha, target_modules=arguments.lora_target_modules)
 
 
 def _load(argument: str, name: str, loader, **kwargs):
@@ -166,7 +180,8 @@ def build_trainer(arguments: DrafterArguments, args: CarryoverTrainingArguments)
     parameters = sum(p.numel() for p in drafter.parameters()) / 1e6
     sizes = (len(train), 0 if held_out is None else len(held_out), parameters)
     logger.info("%d recordings, %d held out; drafter of %.1f M parameters.", *sizes)
-    trainer = CarryoverTrainer(drafter, target, args, train_dataset=train, eval_dataset=held_out)
+    adapter = build_adapter(arguments)
+    trainer = CarryoverTrainer(drafter, target, args, train_dataset=train, eval_dataset=held_out, peft_config=adapter)
     checkpoint = args.resume_from_checkpoint
     if checkpoint is None:
         checkpoint = trainer.last_checkpoint()

@@ -39,7 +39,10 @@ def fetch(source: str | Path, *, subfolder: str = "", **hub: Any) -> Path:
     if not folder.is_dir():
         hub = {name: value for name, value in hub.items() if value is not None}
         pattern = [f"{subfolder}/{name}" for name in _FILES] if subfolder else list(_FILES)
-        folder = Path(snapshot_download(str(source), allow_patterns=pattern, **hub))
+        try:
+            folder = Path(snapshot_download(str(source), allow_patterns=pattern, **hub))
+        except (OSError, ValueError) as error:
+            raise OSError(f"{source} is no folder, and can't be fetched from the Hub: {error}") from error
     return folder / subfolder if subfolder else folder
 
 
