@@ -130,8 +130,8 @@ def check_fit(drafter: CarryoverDrafter, target: nn.Module, tokenizer=None) -> N
         ends = {*_token_ids(target.generation_config), *_token_ids(expected)}
         if config.mask_token_id in ends:
             raise ValueError(
-                f"`mask_token_id` {config.mask_token_id} is an end token of the target (`eos_token_id`), so its embedding "
-                "means something else. Use an unused token, or `mask_token_id=None` for a learned mask embedding."
+                f"`mask_token_id` {config.mask_token_id} is an end token of the target (`eos_token_id`), and its "
+                "embedding means something else. Use an unused token, or `mask_token_id=None` for a learned embedding."
             )
 
 
