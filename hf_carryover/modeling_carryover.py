@@ -382,9 +382,12 @@ def _check_shard_names(folder, subfolder: str, variant: str | None) -> None:
             f"{path} is no index of a sharded checkpoint ({type(error).__name__}: {error}). Get the folder again."
         ) from error
     # Both separators, whatever the system: the same folder may be read on another one.
-    wrong = sorted(str(file) for file in files if not isinstance(file, str) or {*file} & {"/", "\\"} or not file)
-    if wrong:
-        raise ValueError(f"{path} names files outside its folder, {_listing({*wrong})}. Don't load it.")
+    good = {
+        file for file in files if isinstance(file, str) and file.endswith(".safetensors") and not {*file} & {*"/\\"}
+    }
+    if good != files:
+        wrong = _listing({repr(file) for file in files - good})
+        raise ValueError(f"{path} names {wrong}, expected safetensors files of its own folder. Don't load it.")
 
 
 def _listing(names: set[str], most: int = 20) -> str:

@@ -219,8 +219,8 @@ class CarryoverTrainer(DraftVerifyDraft):
             shutil.rmtree(folder, ignore_errors=True)
             last = last_complete_checkpoint(folder.parent, self.args.world_size)
             raise OSError(
-                f"{folder.name} could not be saved ({problem}): {error}. What was written of it is removed. Make "
-                f"room, then resume from {'the start' if last is None else last.name}."
+                f"{folder.name} could not be saved ({problem}): {error}. What was written of it is removed. Resume "
+                f"from {'the start' if last is None else last.name}."
             ) from error
 
     def _save_rng_state(self, output_dir) -> None:
