@@ -290,5 +290,3 @@ def test_sampled_distribution(sampling, tmp_path):
     # Chi-squared with `freedom` degrees: 4.5 standard deviations above its mean.
     assert statistic < freedom + 4.5 * (2 * freedom) ** 0.5, (statistic, freedom)
     assert counts[~likely].sum() <= 3 * (samples * expected[~likely]).sum() + 5
-
-
