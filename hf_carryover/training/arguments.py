@@ -48,7 +48,8 @@ class CarryoverTrainingArguments(TrainingArguments):
             tokens. They are added to the fused state, so they must be able to become as large: where that one is far
             above 1 (SmolLM2: 9) an Adam step of the common rate moves `e` by nothing, and the drafter can't tell
             carried rows from committed ones. Choose so that a step is about 1 % of it, 0.01 · |fc(h)| / learning rate
-            (SmolLM2: 300).
+            (SmolLM2: 300). The map of carried tokens gets that much less as its inputs add up to, so that a step of
+            either moves the fused state alike.
         draft_temperature (`float`, *optional*, defaults to 0.0):
             Temperature of the first draft's proposals; 0 takes the likeliest tokens. Draws depend on the seed, the
             step and the example alone, as anchors do.

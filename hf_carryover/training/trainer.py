@@ -306,14 +306,13 @@ class CarryoverTrainer(DraftVerifyDraft):
         groups of their own where their learning rates are scaled.
         """
         optimizer = super().create_optimizer(*args, **kwargs)
-        carried = [
-            self.drafter.carry_embedding,
-            *([] if self.drafter.carry_proj is None else self.drafter.carry_proj.parameters()),
-        ]
         scaled = {
             "fc": (self.args.fc_learning_rate_scale, self.drafter.fc.parameters()),
-            "carry": (self.args.carry_learning_rate_scale, carried),
+            "carry": (self.args.carry_learning_rate_scale, [self.drafter.carry_embedding]),
         }
+        if self.drafter.carry_proj is not None and self.args.carry_learning_rate_scale != 1.0:
+            scale = self.args.carry_learning_rate_scale / self._embedding_reach()
+            scaled["map"] = (scale, self.drafter.carry_proj.parameters())
         for name, (scale, parameters) in scaled.items():
             if scale == 1.0 or any(group.get("scaled") == name for group in optimizer.param_groups):
                 continue
@@ -334,6 +333,16 @@ class CarryoverTrainer(DraftVerifyDraft):
             )
         optimizer.register_step_pre_hook(self.step_guard)
         return optimizer
+
+    def _embedding_reach(self) -> float:
+        """
+        Mean sum of the magnitudes of a target embedding: how much more an Adam step of a map moves what it makes of
+        one than the same step of a bias.
+        """
+        config = self.drafter.config
+        sample = torch.arange(0, config.vocab_size, max(1, config.vocab_size // 512))
+        rows = self.head.embed(sample, self.drafter.device).float()
+        return max(float(rows.abs().sum(dim=-1).mean()), 1e-6)
 
     def _sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(value, reduction="sum") if self.args.world_size > 1 else value
