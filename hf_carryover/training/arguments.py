@@ -81,6 +81,10 @@ class CarryoverTrainingArguments(TrainingArguments):
             recordings. Together with `feature_cache_dir` a carryover step then costs hardly more than a baseline step.
             Size: about `block_size * feature_size * 2` bytes per anchor.
 
+        first_drafter (`str`, *optional*):
+            Folder of the drafter whose first drafts are kept in `carry_cache_dir`, instead of the one the run starts
+            from: so that a run that goes on from another's result shares them.
+
     Mixed precision (`bf16`, `fp16`) runs the drafter under autocast; its own weights are float32 in any case.
 
     Raises:
@@ -109,6 +113,9 @@ class CarryoverTrainingArguments(TrainingArguments):
     carry_warmup_steps: int = field(default=0, metadata={"help": "First steps, which carry recorded rows."})
     non_finite_steps: str = field(
         default="skip", metadata={"help": '"skip" or "stop" at a step whose gradient is not finite.'}
+    )
+    first_drafter: str | None = field(
+        default=None, metadata={"help": "Folder of the drafter whose first drafts are kept."}
     )
     max_logits: int = field(default=2**28, metadata={"help": "Draft logits that may exist at a time."})
     carry_cache_dir: str | None = field(default=None, metadata={"help": "Folder for verified first drafts."})
@@ -150,6 +157,11 @@ class CarryoverTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"`carry_warmup_steps` must not be negative, nor set in the baseline stage, got "
                 f"{self.carry_warmup_steps}."
+            )
+        if self.first_drafter is not None and self.carry_cache_dir is None:
+            raise ValueError(
+                f"`first_drafter` ({self.first_drafter!r}) makes the drafts that `carry_cache_dir` keeps, which is "
+                "not set. Set both, or none."
             )
         if self.carry_cache_dir is not None and self.stage == "baseline":
             raise ValueError('`carry_cache_dir` keeps first drafts, which only `stage="carryover"` has. Leave it out.')

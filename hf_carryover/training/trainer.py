@@ -133,7 +133,12 @@ class CarryoverTrainer(DraftVerifyDraft):
         if args.carry_cache_dir is not None and args.stage == "carryover":
             self.target.check_branches()
             # Before any checkpoint is loaded: a resumed run goes on with the first drafts it began with.
-            self.first_drafter = copy.deepcopy(model).eval().requires_grad_(False)
+            first = model
+            if args.first_drafter is not None:
+                first = CarryoverDrafter.from_pretrained(args.first_drafter, carry=False, dtype=torch.float32)
+                check_same_block(first, model)
+                first.to(model.device)
+            self.first_drafter = copy.deepcopy(first).eval().requires_grad_(False)
             settings = (args.anchors_per_response, args.seed, args.draft_temperature, model.config.block_size)
             identity = fingerprint(self.first_drafter, self.target.fingerprint(), settings)
             self.bank = DraftBank(args.carry_cache_dir, identity)
@@ -518,6 +523,17 @@ class CarryoverTrainer(DraftVerifyDraft):
         table = torch.cat([*columns, counts * blocks.counted.unsqueeze(1)], dim=1).float()
         result = table.new_zeros((batch["input_ids"].shape[0], table.shape[1]))
         return result.index_add_(0, blocks.sequence_index, table)
+
+
+def check_same_block(first: CarryoverDrafter, model: CarryoverDrafter) -> None:
+    """Raise a `ValueError` when `first` can't make the first drafts of `model`'s training."""
+    for name in ("block_size", "target_layer_ids", "draft_vocab_size", "vocab_size"):
+        ours, theirs = getattr(model.config, name), getattr(first.config, name)
+        if ours != theirs:
+            raise ValueError(
+                f"`first_drafter` has `{name}` {theirs}, the trained drafter {ours}. Its drafts would not be of the same "
+                "kind; name one that differs in its weights alone."
+            )
 
 
 def _check_usage(model, args, kwargs: dict) -> None:
