@@ -531,7 +531,7 @@ def check_same_block(first: CarryoverDrafter, model: CarryoverDrafter) -> None:
         ours, theirs = getattr(model.config, name), getattr(first.config, name)
         if ours != theirs:
             raise ValueError(
-                f"`first_drafter` has `{name}` {theirs}, the trained drafter {ours}. Its drafts would not be of the same "
+                f"`first_drafter` has `{name}` {theirs}, the trained drafter {ours}. Its drafts would be of another "
                 "kind; name one that differs in its weights alone."
             )
 
