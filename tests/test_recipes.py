@@ -28,7 +28,8 @@ GEMMA = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 64,
     "final_logit_softcapping": 3.0,
-    "per_layer_config": None,
+    "global_head_dim": 8,
+    "num_global_key_value_heads": 2,
 }
 
 
