@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
 """
-Every recipe from end to end: the file as it is, under an overlay that makes the target tiny (its architecture kept), the
-data local and the run short. Two processes train.
+Every recipe from end to end: the file as it is, under an overlay that makes the target tiny (its architecture kept),
+the data local and the run short. Two processes train.
 """
 
 import json
