@@ -3,6 +3,7 @@
 #   make test-quick  the quick tests (no network)
 #   make test        quick tests, slow tests, the quick tests on the oldest supported transformers, then test-peers
 #   make test-peers  converted drafters against the packages they come from, in an environment of their own
+#   make notebooks   executes the notebooks and stores their outputs
 #   make lint        ruff and mypy
 #   make clean       removes the environments and every cache
 # Options: PYTHON=python3.12 (interpreter), WORKERS=8 (parallel quick tests), DEMO="--limit 2" (demo options).
@@ -11,7 +12,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-quick test-slow test-oldest test-peers lint clean
+.PHONY: demo test test-quick test-slow test-oldest test-peers notebooks lint clean
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -55,6 +56,10 @@ test-oldest: $(VENV_OLDEST)/.test
 test-peers: $(VENV_PEERS)/.test
 	@echo "== converted drafters against their originals"
 	@$(QUICK_ENV) $(VENV_PEERS)/bin/python -m pytest -q tests/test_peers.py
+
+notebooks: $(VENV)/.test
+	@for notebook in notebooks/*.ipynb; do \
+	    PATH=$(CURDIR)/$(VENV)/bin:$$PATH $(VENV)/bin/python tests/run_notebook.py $$notebook --write; done
 
 lint: $(VENV)/.dev
 	@$(VENV)/bin/python -m ruff check .

@@ -166,7 +166,7 @@ def find_adapter(name: str | Path, hub: dict) -> Path | None:
 def load_adapter_drafter(
     folder: Path,
     name: str | Path,
-    cls: type = CarryoverDrafter,
+    cls: type[CarryoverDrafter] = CarryoverDrafter,
     base: str | Path | CarryoverDrafter | None = None,
     dtype: Any = None,
     output_loading_info: bool = False,

@@ -3,10 +3,10 @@
 Run a recipe from prompts to report: `hf-carryover recipe recipes/qwen3-4b-dflash.yaml --output runs/qwen3-4b-dflash`.
 
 A recipe is one YAML file: the target, the prompt sets, and the flags of `record`, `train` (what all stages share),
-each of its `stages`, and `bench`. The stages run in order; `from` names the stage whose drafter one goes on from. Every
-step is a command of its own that is printed first, and what is finished is not repeated: an interrupted recipe goes on
-where it stopped. An overlay is a second YAML file whose values replace those of the first (`null` removes one); the
-tests run every recipe with an overlay that makes it tiny.
+each of its `stages`, and `bench`. The stages run in order; `from` names the stage whose drafter one goes on from.
+Every step is a command of its own that is printed first, and what is finished is not repeated: an interrupted recipe
+goes on where it stopped. An overlay is a second YAML file whose values replace those of the first (`null` removes
+one); the tests run every recipe with an overlay that makes it tiny.
 
 examples:
   hf-carryover recipe recipes/qwen3-4b-dflash.yaml --output runs/a --dry_run

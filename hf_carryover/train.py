@@ -65,7 +65,7 @@ class DrafterArguments:
             the recordings' most frequent tokens.
         lora_rank (`int`, *optional*):
             Train a LoRA of this rank, and the carry embedding, on the frozen `drafter`: see [`add_adapter`].
-        lora_alpha (`float`, *optional*): Its scale, twice the rank by default.
+        lora_alpha (`int`, *optional*): Its scale, twice the rank by default.
         lora_target_modules (`list[str]`, *optional*): What it adapts, all linear maps by default.
         target_dtype (`str`, *optional*, defaults to `"bfloat16"`): The dtype the target runs in.
         save_dtype (`str`, *optional*, defaults to `"float32"`):
@@ -93,7 +93,7 @@ class DrafterArguments:
         default=None, metadata={"help": "Mask token of a new drafter; a learned embedding by default."}
     )
     lora_rank: int | None = field(default=None, metadata={"help": "Train a LoRA of this rank on a frozen drafter."})
-    lora_alpha: float | None = field(default=None, metadata={"help": "Scale of the LoRA; twice the rank by default."})
+    lora_alpha: int | None = field(default=None, metadata={"help": "Scale of the LoRA; twice the rank by default."})
     lora_target_modules: list[str] | None = field(
         default=None, metadata={"help": "What the LoRA adapts; all linear maps by default."}
     )

@@ -20,11 +20,13 @@ from transformers import AutoModel
 import hf_carryover
 from hf_carryover import CarryoverDrafter, model_card, push_to_hub
 from hf_carryover.hub import Run
+from hf_carryover.hub.card import TEMPLATE
 from hf_carryover.hub.retry import ATTEMPTS
 
 
 NAME = "user/drafter"
 BASE = "user/target"
+CARDS = Path(__file__).parents[1] / "model_cards"
 REPORT = Path(__file__).parents[1] / "bench" / "results" / "smollm2-markov-bf16.json"
 
 
@@ -491,3 +493,23 @@ def test_what_is_no_report(drafter, tmp_path, content, message):
         card_of(drafter, report=path)
     with pytest.raises(ValueError, match="The report has no system 'mine', only baseline, control, carryover"):
         card_of(drafter, report=REPORT, system="mine")
+
+
+@pytest.mark.parametrize("path", sorted(CARDS.glob("*/README.md")), ids=lambda path: path.parent.name)
+def test_cards_of_the_repository(path):
+    """Their metadata is valid, and a card without weights beside it claims none."""
+    card = ModelCard.load(path)
+    assert card.data.library_name == "hf_carryover" and card.data.base_model_relation == "adapter"
+    assert card.data.base_model.count("/") == 1
+    weights = list(path.parent.glob("*.safetensors"))
+    if path.parent.name.startswith("recipe-"):
+        assert not weights and "**No weights are published yet.**" in card.text
+        assert card.data.eval_results is None
+        named = re.findall(r"\.\./\.\./(recipes/\S+?\.yaml)", card.text)
+        assert len(set(named)) == 3 and all((CARDS.parent / name).is_file() for name in named)
+    else:
+        assert weights
+
+
+def test_template_is_the_packages():
+    assert (CARDS / "template.md").resolve() == TEMPLATE.resolve()

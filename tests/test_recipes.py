@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
 """
-Every recipe from end to end: the file as it is, under an overlay that makes the target tiny (its architecture kept), the
-data local and the run short. Two processes train.
+Every recipe from end to end: the file as it is, under an overlay that makes the target tiny (its architecture kept),
+the data local and the run short. Two processes train.
 """
 
 import json
@@ -28,7 +28,8 @@ GEMMA = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 64,
     "final_logit_softcapping": 3.0,
-    "per_layer_config": None,
+    "global_head_dim": 8,
+    "num_global_key_value_heads": 2,
 }
 
 

@@ -297,7 +297,9 @@ def convert_drafter(
     return Conversion(kind, to, done.folder, notes + done.notes)
 
 
-def drafter_of(reading: Reading, name: str, cls: type = CarryoverDrafter, **kwargs: Any) -> CarryoverDrafter:
+def drafter_of(
+    reading: Reading, name: str, cls: type[CarryoverDrafter] = CarryoverDrafter, **kwargs: Any
+) -> CarryoverDrafter:
     """
     The drafter of a reading.
 

@@ -13,12 +13,14 @@ import hashlib
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.hf_api import RepoFile
 
 from ..convert.formats import detect_format
 from ..modeling_carryover import CarryoverDrafter
@@ -48,7 +50,7 @@ def push_to_hub(
     repo_id: str,
     *,
     report: dict | str | Path | None = None,
-    runs: dict[str, Run | str | Path] | None = None,
+    runs: Mapping[str, Run | str | Path] | None = None,
     private: bool | None = None,
     revision: str | None = None,
     create_pr: bool = False,
@@ -173,7 +175,7 @@ def _open_branch(remote: _Remote, create_pr: bool) -> None:
 def _look(remote: _Remote) -> None:
     """Read head and paths of the branch."""
     info = with_retries(
-        lambda: remote.api.repo_info(remote.repo_id, revision=remote.revision), "Reading the repository"
+        lambda: remote.api.model_info(remote.repo_id, revision=remote.revision), "Reading the repository"
     )
     remote.head = info.sha
     remote.paths = {sibling.rfilename for sibling in info.siblings or []}
@@ -293,11 +295,11 @@ def _pull_requests(remote: _Remote) -> set[str]:
 def _holds(remote: _Remote, ref: str, folder: Path, paths: list[str], stale: set[str]) -> str | None:
     """The commit of `ref` if its files are these and nothing stale, else `None`."""
     api = remote.api
-    oid = with_retries(lambda: api.repo_info(remote.repo_id, revision=ref), "Reading the repository").sha
+    oid = with_retries(lambda: api.model_info(remote.repo_id, revision=ref), "Reading the repository").sha
     tree = with_retries(
         lambda: list(api.list_repo_tree(remote.repo_id, recursive=True, revision=oid)), "Reading the files"
     )
-    theirs = {entry.path: entry for entry in tree if hasattr(entry, "blob_id")}
+    theirs = {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
     if stale & set(theirs) or not set(paths) <= set(theirs):
         return None
     for path in paths:
