@@ -3,18 +3,27 @@
 #   make test-quick  the quick tests (no network)
 #   make test        quick tests, slow tests, then the quick tests on the oldest supported transformers
 #   make lint        ruff and mypy
+#   make docs        API documentation in build/docs; a warning is an error
+#   make fuzz        FUZZ random cases against plain decoding, starting at SEED
+#   make faults      KILLS killed training runs, and MUTATIONS damaged checkpoints
+#   make nightly     fuzz, faults, and the tests on pre-releases of what we build on
 #   make clean       removes the environments and every cache
-# Options: PYTHON=python3.12 (interpreter), WORKERS=8 (parallel quick tests), DEMO="--limit 2" (demo options).
+# Options: PYTHON=python3.12 (interpreter), WORKERS=8 (parallel quick tests), DEMO="--limit 2" (demo options),
+#   FUZZ=20000, SEED=7, KILLS=20, MUTATIONS=1000.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-quick test-slow test-oldest lint clean
+.PHONY: demo test test-quick test-slow test-oldest test-prerelease fuzz faults nightly docs lint clean
 
 PYTHON ?= python3
 WORKERS ?= 2
 DEMO ?=
+FUZZ ?= 2000
+SEED ?= 0
+KILLS ?= 20
+MUTATIONS ?= 1000
 
 # The one place that pins torch. Left open, pip takes the newest build, gigabytes of CUDA libraries among it.
 TORCH ?= torch==2.13.0
@@ -23,6 +32,7 @@ OLDEST := $(shell sed -n 's/^ *"transformers>=\([0-9.]*\),.*/\1/p' pyproject.tom
 
 VENV := .venv
 VENV_OLDEST := .venv-oldest
+VENV_PRERELEASE := .venv-prerelease
 PIP := -m pip --disable-pip-version-check --quiet
 # Tests must not depend on the network, nor oversubscribe the cores: one thread for each worker.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
@@ -45,13 +55,37 @@ test-oldest: $(VENV_OLDEST)/.test
 	@echo "== compatibility tests on transformers $(OLDEST)"
 	@$(QUICK_ENV) $(VENV_OLDEST)/bin/python -m pytest -q -m "compat and not slow" -n $(WORKERS) --dist loadfile
 
+# Made anew each time: what is newest changes. Our own upper bounds are ignored here, that is the point.
+test-prerelease: | $(VENV_PRERELEASE)/.created
+	@echo "== tests on pre-releases"
+	@$(VENV_PRERELEASE)/bin/python $(PIP) install "$(TORCH)" -e ".[test]"
+	@$(VENV_PRERELEASE)/bin/python $(PIP) install --upgrade --pre "$(TORCH)" \
+	    transformers peft accelerate datasets huggingface-hub safetensors
+	@$(VENV_PRERELEASE)/bin/python -m pip --disable-pip-version-check list \
+	    | grep -iE '^(torch|transformers|peft|accelerate|datasets|huggingface|safetensors)'
+	@$(QUICK_ENV) $(VENV_PRERELEASE)/bin/python -m pytest -q -m "compat and not slow" -n $(WORKERS) --dist loadfile \
+	    --deselect tests/test_package.py::test_the_running_transformers_is_supported
+
+fuzz: $(VENV)/.test
+	@$(QUICK_ENV) HF_CARRYOVER_FUZZ=$(FUZZ) $(VENV)/bin/python -m pytest -q tests/test_fuzz.py \
+	    --hypothesis-seed=$(SEED) --hypothesis-show-statistics
+
+faults: $(VENV)/.test
+	@$(QUICK_ENV) HF_CARRYOVER_KILLS=$(KILLS) HF_CARRYOVER_MUTATIONS=$(MUTATIONS) $(VENV)/bin/python -m pytest -q -s \
+	    tests/test_faults.py tests/test_hostile.py tests/test_leaks.py -k "killed or dies or hundred or memory"
+
+nightly: fuzz faults test-prerelease
+
+docs: $(VENV)/.docs
+	@$(TEST_ENV) $(VENV)/bin/python .ci/docs.py build/docs
+
 lint: $(VENV)/.dev
 	@$(VENV)/bin/python -m ruff check .
 	@$(VENV)/bin/python -m ruff format --check .
 	@$(VENV)/bin/python -m mypy
 
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_PRERELEASE) .hypothesis build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written only after everything before it succeeded, so an interrupted run is simply done again:
@@ -76,4 +110,4 @@ $(VENV_OLDEST)/.test: pyproject.toml Makefile | $(VENV_OLDEST)/.created
 	@$(VENV_OLDEST)/bin/python $(PIP) install "$(TORCH)" "transformers==$(OLDEST)" -e ".[test]"
 	@touch $@
 
-.SECONDARY: $(VENV)/.created $(VENV_OLDEST)/.created
+.SECONDARY: $(VENV)/.created $(VENV_OLDEST)/.created $(VENV_PRERELEASE)/.created
