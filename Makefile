@@ -5,18 +5,27 @@
 #   make test-peers  converted drafters against the packages they come from, in an environment of their own
 #   make notebooks   executes the notebooks and stores their outputs
 #   make lint        ruff and mypy
+#   make docs        API documentation in build/docs; a warning is an error
+#   make fuzz        FUZZ random cases against plain decoding, starting at SEED
+#   make faults      KILLS killed training runs, and MUTATIONS damaged checkpoints
+#   make nightly     fuzz, faults, and the tests on pre-releases of what we build on
 #   make clean       removes the environments and every cache
-# Options: PYTHON=python3.12 (interpreter), WORKERS=8 (parallel quick tests), DEMO="--limit 2" (demo options).
+# Options: PYTHON=python3.12 (interpreter), WORKERS=8 (parallel quick tests), DEMO="--limit 2" (demo options),
+#   FUZZ=20000, SEED=7, KILLS=20, MUTATIONS=1000.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-quick test-slow test-oldest test-peers notebooks lint clean
+.PHONY: demo test test-quick test-slow test-oldest test-peers notebooks test-prerelease fuzz faults nightly docs lint clean
 
 PYTHON ?= python3
 WORKERS ?= 2
 DEMO ?=
+FUZZ ?= 2000
+SEED ?= 0
+KILLS ?= 20
+MUTATIONS ?= 1000
 
 # The one place that pins torch. Left open, pip takes the newest build, gigabytes of CUDA libraries among it.
 TORCH ?= torch==2.13.0
@@ -31,6 +40,7 @@ PEER_IMPORTS := loguru pydantic-settings typer openai aiohttp
 VENV := .venv
 VENV_OLDEST := .venv-oldest
 VENV_PEERS := .venv-peers
+VENV_PRERELEASE := .venv-prerelease
 PIP := -m pip --disable-pip-version-check --quiet
 # Tests must not depend on the network, nor oversubscribe the cores: one thread for each worker.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
@@ -61,13 +71,38 @@ notebooks: $(VENV)/.test
 	@for notebook in notebooks/*.ipynb; do \
 	    PATH=$(CURDIR)/$(VENV)/bin:$$PATH $(VENV)/bin/python tests/run_notebook.py $$notebook --write; done
 
+# Made anew each time: what is newest changes. Our own upper bounds are ignored here, that is the point.
+test-prerelease: | $(VENV_PRERELEASE)/.created
+	@echo "== tests on pre-releases"
+	@$(VENV_PRERELEASE)/bin/python $(PIP) install "$(TORCH)" -e ".[test]"
+	@$(VENV_PRERELEASE)/bin/python $(PIP) install --upgrade --pre "$(TORCH)" \
+	    transformers peft accelerate datasets huggingface-hub safetensors
+	@$(VENV_PRERELEASE)/bin/python -m pip --disable-pip-version-check list \
+	    | grep -iE '^(torch|transformers|peft|accelerate|datasets|huggingface|safetensors)'
+	@$(QUICK_ENV) $(VENV_PRERELEASE)/bin/python -m pytest -q -m "compat and not slow" -n $(WORKERS) --dist loadfile \
+	    --deselect tests/test_package.py::test_the_running_transformers_is_supported
+
+fuzz: $(VENV)/.test
+	@$(QUICK_ENV) HF_CARRYOVER_FUZZ=$(FUZZ) $(VENV)/bin/python -m pytest -q tests/test_fuzz.py \
+	    --hypothesis-seed=$(SEED) --hypothesis-show-statistics
+
+faults: $(VENV)/.test
+	@$(QUICK_ENV) HF_CARRYOVER_KILLS=$(KILLS) HF_CARRYOVER_MUTATIONS=$(MUTATIONS) $(VENV)/bin/python -m pytest -q -s \
+	    tests/test_faults.py tests/test_hostile.py tests/test_leaks.py -k "killed or dies or hundred or memory"
+
+nightly: fuzz faults test-prerelease
+
+docs: $(VENV)/.docs
+	@$(TEST_ENV) $(VENV)/bin/python .ci/docs.py build/docs
+
 lint: $(VENV)/.dev
 	@$(VENV)/bin/python -m ruff check .
 	@$(VENV)/bin/python -m ruff format --check .
 	@$(VENV)/bin/python -m mypy
 
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_PEERS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_PEERS) $(VENV_PRERELEASE) \
+	    build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written only after everything before it succeeded, so an interrupted run is simply done again:
@@ -98,4 +133,4 @@ $(VENV_PEERS)/.test: pyproject.toml Makefile | $(VENV_PEERS)/.created
 	@$(VENV_PEERS)/bin/python $(PIP) install --no-deps $(PEERS)
 	@touch $@
 
-.SECONDARY: $(VENV)/.created $(VENV_OLDEST)/.created $(VENV_PEERS)/.created
+.SECONDARY: $(VENV)/.created $(VENV_OLDEST)/.created $(VENV_PEERS)/.created $(VENV_PRERELEASE)/.created

@@ -117,10 +117,16 @@ OPTIONS = {
 
 
 @st.composite
+def sometimes(draw, strategy):
+    """`None` in three of four."""
+    return draw(strategy) if draw(st.integers(0, 3)) == 3 else None
+
+
+@st.composite
 def cases(draw) -> Case:
     names = draw(st.sets(st.sampled_from(sorted(OPTIONS)), max_size=2))
     values = drafters()
-    new_tokens = draw(st.integers(1, 5) | st.integers(6, 24))
+    new_tokens = draw(st.integers(1, 5) | st.integers(6, 24) | st.integers(6, 24))
     case = Case(
         target=draw(st.sampled_from(sorted(TARGETS))),
         attention=draw(st.sampled_from(["sdpa", "eager"])),
@@ -130,10 +136,10 @@ def cases(draw) -> Case:
         padding=draw(st.sampled_from([0, 0, 0, 1, 5])),
         new_tokens=new_tokens,
         options={name: draw(OPTIONS[name]) for name in sorted(names)},
-        end=draw(st.none() | st.integers(0, new_tokens - 1)),
-        stop=draw(st.none() | st.integers(0, new_tokens - 1)),
+        end=draw(sometimes(st.integers(0, 23))),
+        stop=draw(sometimes(st.integers(0, 23))),
         stream=draw(st.booleans()),
-        cut=draw(st.none() | st.none() | st.integers(1, 8)),
+        cut=draw(sometimes(st.integers(1, 8))),
         keep_cache=draw(st.booleans()),
     )
     if "draft_token_ids" not in case.drafter and draw(st.integers(0, 3)):
