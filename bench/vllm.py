@@ -25,7 +25,6 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
-from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
 from hf_carryover.demo import encode
@@ -83,6 +82,8 @@ class Client:
     """Asks servers, in token ids, and notes times."""
 
     def __init__(self, options: argparse.Namespace, servers: dict[str, Server]):
+        from openai import AsyncOpenAI  # comes with vLLM
+
         self.options = options
         self.servers = servers
         self.clients = {
