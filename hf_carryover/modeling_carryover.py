@@ -27,6 +27,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -123,7 +124,7 @@ class CarryoverCache:
         self.window: torch.Tensor | None = None  # fused rows whose keys are not written yet
         self.window_start = 0
         self.window_rope: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.clock = None  # a `PhaseClock` while times are split
+        self.clock: Any = None  # a `PhaseClock` while times are split
         shape = (1, config.num_key_value_heads, capacity, config.head_dim)
         layers = range(config.num_hidden_layers)
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
