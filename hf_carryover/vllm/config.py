@@ -12,6 +12,9 @@ from hf_carryover.configuration_carryover import CarryoverConfig
 ARCHITECTURE = "CarryoverDrafter"
 ARCHITECTURES = (ARCHITECTURE, f"DFlash{ARCHITECTURE}")
 
+# What converted drafters may have and the plugin does not compute.
+_AS_USUAL = ("anchor_first", "own_head", "logit_scale", "logit_softcapping", "embedding_scale", "block_attention")
+
 # RoPE types whose table of cosines may simply be made longer.
 _EXTENDABLE_ROPE = ("default", "linear", "llama3")
 
@@ -45,6 +48,13 @@ def refuse_unsupported(config: CarryoverConfig) -> None:
             f"`layer_types` is {config.layer_types}; in vLLM only full attention is supported, since a sliding window "
             "there counts slots and not positions. Load the drafter with transformers."
         )
+    usual = CarryoverConfig()
+    for name in _AS_USUAL:
+        if getattr(config, name) != getattr(usual, name):
+            raise ValueError(
+                f"`{name}` is {getattr(config, name)!r}; in vLLM only {getattr(usual, name)!r} is supported. Load the "
+                "drafter with transformers, or serve the checkpoint it was converted from with vLLM's own drafter."
+            )
     if config.hidden_act != "silu":
         raise ValueError(f'`hidden_act` is "{config.hidden_act}"; in vLLM only "silu" is supported.')
 
@@ -95,7 +105,7 @@ def check_serving(config: Any, num_speculative_tokens: int, target: Any, max_mod
         ("num_target_layers", config.num_target_layers, target.num_hidden_layers),
     )
     for name, ours, theirs in pairs:
-        if ours != theirs:
+        if ours is not None and ours != theirs:
             raise ValueError(
                 f"The drafter does not fit the target: drafter `{name}` is {ours}, the target has {theirs}. Use a "
                 "drafter trained for this target."
