@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import json
 import time
-from argparse import Namespace
 from importlib import metadata
 from pathlib import Path
 
@@ -28,9 +27,9 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from hf_carryover.demo import encode
-from hf_carryover.evaluation.benchmark import Item, load_items
 from hf_carryover.evaluation.bootstrap import PairedBootstrap, ratio
 from hf_carryover.evaluation.machine import describe_machine
+from hf_carryover.evaluation.prompts import Item, load_items
 
 from .vllm_server import Server
 
@@ -267,7 +266,7 @@ def vllm_version() -> str:
 
 def main(argv: list[str] | None = None) -> None:
     options = parse_arguments(argv)
-    items = load_items(options.prompts, None, Namespace(num_prompts=options.num_prompts))
+    items = load_items(options.prompts, options.num_prompts)
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     encoded = {
         (item.set, item.name): encode(tokenizer, [{"role": "user", "content": item.turns[0]}], item.tools, "cpu")[

@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `bench` is not part of the installed package
 
 from bench import vllm as bench
-from hf_carryover.evaluation.benchmark import Item
+from hf_carryover.evaluation.prompts import Item
 
 
 def answer(tokens, decode, rounds, same=True):
