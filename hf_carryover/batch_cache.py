@@ -38,7 +38,8 @@ class BatchCache:
         self._window: torch.Tensor | None = None
         self._window_places: torch.LongTensor | None = None  # slots, which are positions too
         self._window_valid: torch.BoolTensor | None = None
-        self._slots = self._rope = None
+        self._slots: torch.LongTensor | None = None
+        self._rope: tuple[torch.Tensor, torch.Tensor] | None = None
         self._end = 0
 
     @property

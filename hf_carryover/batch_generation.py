@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import inspect
 import time
+from collections.abc import Sequence
 
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -114,7 +115,7 @@ class _Sequence:
         """New tokens it may still get."""
         return self.budget - (len(self.ids) - self.prompt_length)
 
-    def tensor(self, device, proposals: list[int] = ()) -> torch.LongTensor:
+    def tensor(self, device, proposals: Sequence[int] = ()) -> torch.LongTensor:
         return torch.tensor([[*self.ids, *proposals]], device=device)
 
 

@@ -53,14 +53,15 @@ _SIZES = {
     "sliding_window": 2**40,
 }
 
-# What a configuration file may not decide: they make transformers import or download code, or look for the weights in
-# another file. Whoever loads a drafter can choose an attention implementation, as an argument of `from_pretrained`.
+# What a configuration file may not decide: they make transformers import or download code, look for the weights in
+# another file, or give layers other sizes. An attention implementation is for whoever loads a drafter to choose.
 _NOT_FROM_FILES = (
     "attn_implementation",
     "_attn_implementation",
     "experts_implementation",
     "_experts_implementation",
     "transformers_weights",
+    "per_layer_config",
 )
 
 
@@ -255,8 +256,8 @@ class CarryoverConfig(PreTrainedConfig):
         if refused:
             values = ", ".join(f"`{name}` is {config_dict[name]!r}" for name in refused)
             raise ValueError(
-                f"The drafter's configuration chooses what is for its user to choose: {values}. Remove it from the "
-                "file, and pass `attn_implementation` to `from_pretrained` if you want one."
+                f"The drafter's configuration holds what a file may not decide: {values}. Remove it; an attention "
+                "implementation is an argument of `from_pretrained`."
             )
         return super().from_dict(config_dict, **kwargs)
 

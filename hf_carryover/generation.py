@@ -62,7 +62,9 @@ class GenerationReport:
     def pool(cls, reports: list[GenerationReport]) -> GenerationReport:
         """The report of a batch, from those of its sequences; times are those of the sequence that took longest."""
         names = ("proposed", "accepted", "committed", "carried")
-        pooled = cls(**{name: [value for report in reports for value in getattr(report, name)] for name in names})
+        pooled = cls()
+        for name in names:
+            setattr(pooled, name, [value for report in reports for value in getattr(report, name)])
         longest = max(reports, key=lambda report: report.rounds)
         pooled.draft_times, pooled.target_times = list(longest.draft_times), list(longest.target_times)
         pooled.prefill_ms = max(report.prefill_ms for report in reports)

@@ -17,6 +17,7 @@ those of the package metadata.
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from importlib import metadata
 
@@ -60,12 +61,40 @@ def supported_transformers() -> Requirement | None:
     return found[0] if found else None
 
 
+# The parameters of the wrapped methods that the wrappers and the generator read.
+_PARAMETERS = {
+    "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
+    "_assisted_decoding": (
+        "input_ids",
+        "logits_processor",
+        "stopping_criteria",
+        "generation_config",
+        "assistant_model",
+    ),
+    "_get_candidate_generator": ("generation_config", "logits_processor", "model_kwargs", "assistant_model"),
+}
+
+
+def check_signatures() -> list[str]:
+    """What the wrappers rely on in `GenerationMixin` and do not find there, as text; empty when all is there."""
+    problems = []
+    for name, wanted in _PARAMETERS.items():
+        found = inspect.signature(getattr(GenerationMixin, name)).parameters
+        missing = [parameter for parameter in wanted if parameter not in found]
+        if missing:
+            problems.append(f"`{name}` has no {', '.join(f'`{parameter}`' for parameter in missing)}")
+    return problems
+
+
 def _warn_if_unsupported() -> None:
     requirement = supported_transformers()
     if requirement is not None and not requirement.specifier.contains(transformers.__version__, prereleases=True):
+        fine = "the three wrapped methods of `GenerationMixin` are there, with the arguments that are read"
+        checked = "; ".join(check_signatures()) or fine
         warnings.warn(
             f"hf_carryover was tested with {requirement}, found {transformers.__version__}. Assisted generation with "
-            "a Carryover drafter may fail; the rest of transformers is untouched.",
+            f"a Carryover drafter may fail; the rest of transformers is untouched. Checked just now: {checked}. Not "
+            "checked: what they do. Compare once with plain `generate`, or use a tested version.",
             stacklevel=4,
         )
 
@@ -186,4 +215,4 @@ def install() -> None:
             setattr(GenerationMixin, name, wrapper)
 
 
-__all__ = ["install", "is_carryover_drafter", "supported_transformers"]
+__all__ = ["check_signatures", "install", "is_carryover_drafter", "supported_transformers"]

@@ -21,16 +21,19 @@ storage only. Embedding and output head are the target's; they are passed in and
 This file and `configuration_carryover.py` need transformers, torch and safetensors alone.
 """
 
+import importlib
 import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
@@ -61,10 +64,13 @@ class CarryoverDrafterOutput(ModelOutput):
             Draft logits for positions `a+1 … a+B`, over the draft vocabulary; with `head_weight` only.
         hidden_states (`torch.Tensor` of shape `(num_blocks, block_size, target_hidden_size)`):
             Final states of the rows that predict, the input of the head.
+        losses (`torch.Tensor` of shape `(num_blocks, block_size)`, *optional*):
+            What `row_loss` made of the logits, if it was given; then `logits` is `None`.
     """
 
     logits: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None
+    losses: torch.Tensor | None = None
 
 
 class CarryoverRotaryEmbedding(Qwen3RotaryEmbedding):
@@ -118,7 +124,7 @@ class CarryoverCache:
         self.window: torch.Tensor | None = None  # fused rows whose keys are not written yet
         self.window_start = 0
         self.window_rope: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.clock = None  # a `PhaseClock` while times are split
+        self.clock: Any = None  # a `PhaseClock` while times are split
         shape = (1, config.num_key_value_heads, capacity, config.head_dim)
         layers = range(config.num_hidden_layers)
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in layers]
@@ -378,9 +384,12 @@ def _check_shard_names(folder, subfolder: str, variant: str | None) -> None:
             f"{path} is no index of a sharded checkpoint ({type(error).__name__}: {error}). Get the folder again."
         ) from error
     # Both separators, whatever the system: the same folder may be read on another one.
-    wrong = sorted(str(file) for file in files if not isinstance(file, str) or {*file} & {"/", "\\"} or not file)
-    if wrong:
-        raise ValueError(f"{path} names files outside its folder, {_listing({*wrong})}. Don't load it.")
+    good = {
+        file for file in files if isinstance(file, str) and file.endswith(".safetensors") and not {*file} & {*"/\\"}
+    }
+    if good != files:
+        wrong = _listing({repr(file) for file in files - good})
+        raise ValueError(f"{path} names {wrong}, expected safetensors files of its own folder. Don't load it.")
 
 
 def _listing(names: set[str], most: int = 20) -> str:
@@ -412,6 +421,14 @@ def _check_loading(model: "CarryoverDrafter", info: dict, name, fresh_carry: boo
             f"The checkpoint {name} does not hold this drafter. {' '.join(problems)} "
             "Load a folder that `CarryoverDrafter.save_pretrained` wrote, with its own config."
         )
+
+
+def _of_the_package(module: str, name: str):
+    """
+    Something of the installed package. Not by an import statement: transformers refuses remote code that imports what
+    is not installed, wherever the statement stands.
+    """
+    return getattr(importlib.import_module(f"hf_carryover.{module}"), name)
 
 
 def _other_loader(name, hub: dict):
@@ -552,22 +569,17 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
                     path.unlink()
         if not getattr(self, "peft_config", None):
             return super().save_pretrained(save_directory, *args, **kwargs)
-        from hf_carryover.adapters import save_adapter
-
+        save_adapter = _of_the_package("adapters", "save_adapter")
         if kwargs.get("is_main_process", True):
             save_adapter(self, save_directory, kwargs.get("state_dict"))
 
     def merge_and_unload(self) -> "CarryoverDrafter":
         """Merge the adapter into the weights and take it out, in place; returns the drafter."""
-        from hf_carryover.adapters import remove_adapter
-
-        return remove_adapter(self, merge=True)
+        return _of_the_package("adapters", "remove_adapter")(self, merge=True)
 
     def unload(self) -> "CarryoverDrafter":
         """Take the adapter out and leave the base's weights as they were, in place; returns the drafter."""
-        from hf_carryover.adapters import remove_adapter
-
-        return remove_adapter(self, merge=False)
+        return _of_the_package("adapters", "remove_adapter")(self, merge=False)
 
     def __getattr__(self, name: str):
         # The first thing `generate` asks of an assistant it does not know: without the hooks it must not go on.
@@ -755,6 +767,8 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         head_weight: torch.Tensor | None = None,
         head_bias: torch.Tensor | None = None,
         memory: ParallelMemory | None = None,
+        row_loss: Callable[[torch.Tensor, slice], torch.Tensor] | None = None,
+        max_logits: int | None = None,
         **kwargs,
     ) -> CarryoverDrafterOutput:
         """
@@ -784,6 +798,12 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
                 Rows of the target's head. Without it no logits are returned.
             head_bias (`torch.Tensor` of shape `(output_vocab_size,)`, *optional*): Of the target's head.
             memory ([`ParallelMemory`], *optional*): Of [`CarryoverDrafter.remember`], instead of `features`.
+            row_loss (`Callable`, *optional*):
+                Takes logits `(rows, output_vocab_size)` and which rows of all `num_blocks * block_size` they are, and
+                returns `(rows,)` losses.
+            max_logits (`int`, *optional*):
+                With `row_loss`, how many logits may exist at a time. Where there are more, the head runs over parts of
+                the rows, and once more in the backward pass.
 
         Returns:
             [`CarryoverDrafterOutput`]
@@ -813,8 +833,30 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
             torch.cat(visible, dim=1).unsqueeze(1), query_positions, torch.cat(key_positions, dim=1), block.dtype
         )
         hidden = self.run_layers(block, self.rotary_emb(block, query_positions), memory, masks)
-        logits = None if head_weight is None else self.logits(hidden, head_weight, head_bias, previous_ids)
+        if head_weight is None:
+            return CarryoverDrafterOutput(hidden_states=hidden)
+        if row_loss is not None:
+            losses = self._row_losses(hidden, head_weight, head_bias, previous_ids, row_loss, max_logits)
+            return CarryoverDrafterOutput(hidden_states=hidden, losses=losses)
+        logits = self.logits(hidden, head_weight, head_bias, previous_ids)
         return CarryoverDrafterOutput(logits=logits, hidden_states=hidden)
+
+    def _row_losses(self, hidden_states, head_weight, head_bias, previous_ids, row_loss, max_logits) -> torch.Tensor:
+        """`row_loss` of all rows `(num_blocks, block_size)`, without more than `max_logits` logits at a time."""
+        flat = hidden_states.flatten(0, 1)
+        previous = None if previous_ids is None else previous_ids.flatten()
+        most = len(flat) if max_logits is None else max(1, max_logits // head_weight.shape[0])
+
+        def losses_of(states: torch.Tensor, rows: slice) -> torch.Tensor:
+            part = None if previous is None else previous[rows]
+            return row_loss(self.logits(states, head_weight, head_bias, part), rows)
+
+        parts = [slice(start, min(start + most, len(flat))) for start in range(0, len(flat), most)]
+        if len(parts) == 1 or not torch.is_grad_enabled():
+            losses = [losses_of(flat[rows], rows) for rows in parts]
+        else:
+            losses = [checkpoint(losses_of, flat[rows], rows, use_reentrant=False) for rows in parts]
+        return torch.cat(losses).view(hidden_states.shape[:2])
 
     def logits(self, hidden_states, head_weight, head_bias=None, previous_ids=None) -> torch.Tensor:
         """

@@ -132,6 +132,18 @@ def check_fit(drafter: CarryoverDrafter, target: nn.Module, tokenizer=None) -> N
                 f"`mask_token_id` {config.mask_token_id} is outside the target's embedding of {embedded} rows "
                 f"(tokenizer: {known}). Resize the target's embedding, or train with a learned mask embedding."
             )
+        ends = {*_token_ids(target.generation_config), *_token_ids(expected)}
+        if config.mask_token_id in ends:
+            raise ValueError(
+                f"`mask_token_id` {config.mask_token_id} is an end token of the target (`eos_token_id`), and its "
+                "embedding means something else. Use an unused token, or `mask_token_id=None` for a learned embedding."
+            )
+
+
+def _token_ids(config) -> list[int]:
+    """The end tokens of a configuration."""
+    ids = getattr(config, "eos_token_id", None)
+    return [] if ids is None else ids if isinstance(ids, list) else [ids]
 
 
 class PositionLimit:

@@ -136,3 +136,37 @@ def test_baseline_stage_has_no_first_drafts(tmp_path):
 
     with pytest.raises(ValueError, match='which only `stage="carryover"` has'):
         make_arguments(tmp_path, stage="baseline", carry_cache_dir="bank")
+
+
+class TestFirstDrafter:
+    """A run that goes on from another's result shares its first drafts."""
+
+    def trainer(self, target, folder, drafter, **kwargs):
+        return make_trainer(
+            target, drafter, folder, ROWS, anchors_per_response=6, carry_cache_dir=str(folder / "bank"), **kwargs
+        )
+
+    def test_the_bank_is_that_of_the_run_before(self, target, tmp_path):
+        start = tiny_drafter(target, carry=False)
+        start.save_pretrained(tmp_path / "start")
+        losses(self.trainer(target, tmp_path, start))
+        files = {path: path.stat().st_mtime_ns for path in (tmp_path / "bank").rglob("*.safetensors")}
+        later = tiny_drafter(target, seed=5)
+        found, seen = losses(self.trainer(target, tmp_path, later, first_drafter=str(tmp_path / "start")))
+        assert {path: path.stat().st_mtime_ns for path in (tmp_path / "bank").rglob("*.safetensors")} == files
+        # The drafts are the first drafter's, the losses the trained one's.
+        assert torch.equal(
+            seen["blocks"].positions, losses(self.trainer(target, tmp_path, start))[1]["blocks"].positions
+        )
+        own = losses(make_trainer(target, later, tmp_path / "x", ROWS, anchors_per_response=6))[1]["blocks"]
+        assert not torch.equal(own.positions, seen["blocks"].positions)
+        assert found.sum() > 0
+
+    def test_another_kind_of_drafter_is_refused(self, target, tmp_path):
+        tiny_drafter(target, block_size=3).save_pretrained(tmp_path / "three")
+        with pytest.raises(ValueError, match="`first_drafter` has `block_size` 3, the trained drafter 4"):
+            self.trainer(target, tmp_path, tiny_drafter(target), first_drafter=str(tmp_path / "three"))
+
+    def test_it_needs_a_bank(self, target, tmp_path):
+        with pytest.raises(ValueError, match=r"`first_drafter` \('x'\) makes the drafts that `carry_cache_dir` keeps"):
+            make_trainer(target, tiny_drafter(target), tmp_path, ROWS, first_drafter="x")

@@ -90,11 +90,26 @@ def test_all_methods_or_none(unhooked, monkeypatch):
 
 def test_unsupported_version_warns_once(unhooked, monkeypatch):
     monkeypatch.setattr(hooks, "supported_transformers", lambda: Requirement("transformers>=4.0,<4.1"))
-    with pytest.warns(UserWarning, match=r"tested with transformers<4.1,>=4.0, found \d+\.\d+"):
+    found = r"(?s)tested with transformers<4.1,>=4.0, found \d+\.\d+.*Checked just now: the three wrapped methods"
+    with pytest.warns(UserWarning, match=found):
         hooks.install()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hooks.install()
+
+
+@pytest.mark.compat
+def test_signatures_are_those_that_are_read(unhooked, monkeypatch):
+    """With and without the wrappers; a version that renames an argument is described in the warning."""
+    assert hooks.check_signatures() == []
+    hooks.install()
+    assert hooks.check_signatures() == []
+    monkeypatch.setattr(GenerationMixin, NAMES[2], lambda self, generation_config, model_kwargs, drafter: None)
+    monkeypatch.setattr(hooks, "supported_transformers", lambda: Requirement("transformers>=4.0,<4.1"))
+    missing = "`_get_candidate_generator` has no `logits_processor`, `assistant_model`"
+    assert hooks.check_signatures() == [missing]
+    with pytest.warns(UserWarning, match=f"Checked just now: {missing}. Not checked"):
+        hooks._warn_if_unsupported()
 
 
 @pytest.mark.parametrize("requirement", [None, Requirement("transformers>=4.0")], ids=["unknown", "supported"])

@@ -80,7 +80,42 @@ def test_learning_rate_of_fc(target, tmp_path, scale):
     assert moved == pytest.approx({"fc.weight": 0.01 * scale, "norm.weight": 0.01}, rel=1e-3)
 
 
+@pytest.mark.parametrize("muon", [False, True])
+@pytest.mark.parametrize(("scale", "rest"), [(1.0, 1.0), (30.0, 0.25)])
+def test_learning_rate_of_what_carried_rows_use(target, tmp_path, scale, rest, muon):
+    """`e` and the map of carried tokens alone are scaled, whatever else is, and also beside Muon."""
+    drafter = tiny_drafter(target, block_size=3, carry_from="states_and_predictions")
+    trainer = make_trainer(
+        target,
+        drafter,
+        tmp_path,
+        random_rows([20, 24]),
+        max_steps=1,
+        learning_rate=0.01,
+        warmup_steps=0,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        carry_learning_rate_scale=scale,
+        fc_learning_rate_scale=rest,
+        muon=muon,
+    )
+    before = weights_of(drafter)
+    trainer.train()
+    after = weights_of(drafter)
+    # A step of the map moves what it makes of a mean embedding as far as a step of `e` moves `e`.
+    reach = float(target.get_input_embeddings().weight.detach().abs().sum(dim=-1).mean())
+    expected = {
+        "carry_embedding": scale,
+        "carry_proj.weight": 1.0 if scale == 1.0 else scale / reach,
+        "fc.weight": rest,
+        "norm.weight": 1.0,
+    }
+    moved = {name: (after[name] - before[name]).abs().max().item() for name in expected}
+    assert moved == pytest.approx({name: 0.01 * factor for name, factor in expected.items()}, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["fc_learning_rate_scale", "carry_learning_rate_scale"])
 @pytest.mark.parametrize("scale", [0.0, -1.0])
-def test_scale_must_be_positive(tmp_path, scale):
-    with pytest.raises(ValueError, match=f"`fc_learning_rate_scale` must be positive, got {scale}"):
-        make_arguments(tmp_path, fc_learning_rate_scale=scale)
+def test_scale_must_be_positive(tmp_path, scale, name):
+    with pytest.raises(ValueError, match=f"`{name}` must be positive, got {scale}"):
+        make_arguments(tmp_path, **{name: scale})

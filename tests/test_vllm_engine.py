@@ -17,6 +17,7 @@ from vllm_helpers import (
     build_drafter,
     build_target,
     engine,
+    full_rounds,
     generate,
     greedy,
     model_runner,
@@ -122,10 +123,9 @@ def test_rounds_equal_those_of_the_generator(name, save, folder, target, plain):
         assert ids + output == ids + again == text
     for ids, drafts in zip(texts, (rounds[key] for key in sorted(rounds, key=int))):
         target.generate(torch.tensor([ids]), assistant_model=drafter, max_new_tokens=TOKENS, do_sample=False)
-        report = drafter.last_report
-        # The generator cuts the last proposals at its length limit, vLLM's scheduler cuts the text.
-        assert accepted(drafts)[:-1] == report.accepted[:-1]
-        assert len(drafts) - 1 == report.rounds
+        rounds_there = full_rounds(drafter.last_report, proposals=4)
+        assert len(rounds_there) > 10
+        assert accepted(drafts)[: len(rounds_there)] == rounds_there
     # Everything from full rejection to full acceptance took place.
     assert {len(draft.window) - 1 - draft.rejected for draft in checked if len(draft.window) == 5} == set(range(5))
 
@@ -290,5 +290,3 @@ def test_sampled_distribution(sampling, tmp_path):
     # Chi-squared with `freedom` degrees: 4.5 standard deviations above its mean.
     assert statistic < freedom + 4.5 * (2 * freedom) ** 0.5, (statistic, freedom)
     assert counts[~likely].sum() <= 3 * (samples * expected[~likely]).sum() + 5
-
-

@@ -45,9 +45,7 @@ def speculative(folder, drafter_folder, **options):
     from vllm.engine.arg_utils import EngineArgs
 
     options = {"model": str(drafter_folder), **options}
-    args = EngineArgs(
-        str(folder / "target"), skip_tokenizer_init=True, max_model_len=256, speculative_config=options
-    )
+    args = EngineArgs(str(folder / "target"), skip_tokenizer_init=True, max_model_len=256, speculative_config=options)
     return args.create_engine_config().speculative_config
 
 
@@ -70,9 +68,7 @@ def test_the_method_and_the_number_of_proposals_may_be_left_out(folder, target):
         ),
         pytest.param({"hidden_act": "gelu"}, {}, r'`hidden_act` is "gelu"', id="activation"),
         pytest.param({}, {"method": "eagle"}, r"works with `method` \"dflash\"|eagle|Eagle", id="method"),
-        pytest.param(
-            {"num_target_layers": 9}, {}, r"`num_target_layers` is 9, the target has 4", id="other-target"
-        ),
+        pytest.param({"num_target_layers": 9}, {}, r"`num_target_layers` is 9, the target has 4", id="other-target"),
         pytest.param({}, {"use_local_argmax_reduction": True}, "use_local_argmax_reduction", id="local-argmax"),
         pytest.param(
             {
@@ -95,9 +91,7 @@ def test_a_block_that_can_not_fit_is_refused(folder, target, tmp_path):
     from vllm.engine.arg_utils import EngineArgs
 
     config = {"model": str(save(tmp_path, target, block_size=15))}
-    args = EngineArgs(
-        str(folder / "target"), skip_tokenizer_init=True, max_model_len=31, speculative_config=config
-    )
+    args = EngineArgs(str(folder / "target"), skip_tokenizer_init=True, max_model_len=31, speculative_config=config)
     with pytest.raises(Exception, match=r"`max_model_len` must be at least 32"):
         args.create_engine_config()
 

@@ -1,5 +1,6 @@
 """
-Run other drafters in vLLM and print what they did, as JSON: `test_vllm_plugin.py` starts this with and without the plugin.
+Run other drafters in vLLM and print what they did, as JSON. `test_vllm_plugin.py` starts this with and without the
+plugin.
 
 Usage: `python vllm_other_drafters.py TARGET DFLASH_FOLDER`
 """

@@ -156,8 +156,8 @@ def gather_items(args: BenchArguments) -> list[Item]:
     return items
 
 
-def load_target(args: BenchArguments):
-    """Target and tokenizer."""
+def load_target(args):
+    """Target and tokenizer of arguments with `target`, `dtype` and `device`."""
     dtype = getattr(torch, args.dtype)
     device = args.device or (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
     if args.target is None:

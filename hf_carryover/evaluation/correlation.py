@@ -8,22 +8,22 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def pearson(x: Sequence[float], y: Sequence[float]) -> float:
+def pearson(x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> float:
     """Pearson's correlation; NaN where one of the two does not vary."""
-    x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
-    x, y = x - x.mean(), y - y.mean()
-    below = np.sqrt((x**2).sum() * (y**2).sum())
-    return float((x * y).sum() / below) if below > 0 else float("nan")
+    first, second = (np.asarray(values, dtype=float) for values in (x, y))
+    first, second = first - first.mean(), second - second.mean()
+    below = np.sqrt((first**2).sum() * (second**2).sum())
+    return float((first * second).sum() / below) if below > 0 else float("nan")
 
 
 def ranks(values: Sequence[float]) -> np.ndarray:
     """Ranks from 1, equal values sharing the mean of theirs."""
-    values = np.asarray(values, dtype=float)
-    order = values.argsort(kind="stable")
-    result = np.empty(len(values))
-    result[order] = np.arange(1, len(values) + 1)
-    for value in np.unique(values):
-        same = values == value
+    array = np.asarray(values, dtype=float)
+    order = array.argsort(kind="stable")
+    result = np.empty(len(array))
+    result[order] = np.arange(1, len(array) + 1)
+    for value in np.unique(array):
+        same = array == value
         result[same] = result[same].mean()
     return result
 

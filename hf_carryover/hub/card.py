@@ -38,6 +38,7 @@ def model_card(
     place: str | None = None,
     data: str | None = None,
     limits: str | None = None,
+    more_results: str | None = None,
 ) -> ModelCard:
     """
     The card of a drafter.
@@ -53,6 +54,7 @@ def model_card(
         place (`str`, *optional*): Where it is loaded from, `name` by default.
         data (`str`, *optional*): What it was trained on, in words.
         limits (`str`, *optional*): What it is not good for, instead of the general words.
+        more_results (`str`, *optional*): Markdown to go behind those of the report.
 
     Returns:
         `huggingface_hub.ModelCard`, whose metadata its own classes have validated.
@@ -78,6 +80,8 @@ def model_card(
     results = "No benchmark report was published with this drafter."
     if content is not None:
         results = f"{verdict(content, chosen)}\n\n{result_tables(content, chosen)}"
+    if more_results:
+        results = f"{results}\n\n{more_results}"
     return ModelCard.from_template(
         metadata,
         template_path=str(TEMPLATE),

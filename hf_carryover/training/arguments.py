@@ -43,6 +43,13 @@ class CarryoverTrainingArguments(TrainingArguments):
             where they are far above 1 (SmolLM2: 1 to 30 beside outliers of hundreds) an Adam step of the common rate
             moves the fused state by more than itself, and nothing that reads it can learn. Choose about
             1 / mean |state|.
+        carry_learning_rate_scale (`float`, *optional*, defaults to 1.0):
+            Factor on the learning rate of what only carried rows use: the carry embedding `e`, and the map of carried
+            tokens. They are added to the fused state, so they must be able to become as large: where that one is far
+            above 1 (SmolLM2: 9) an Adam step of the common rate moves `e` by nothing, and the drafter can't tell
+            carried rows from committed ones. Choose so that a step is about 1 % of it, 0.01 · |fc(h)| / learning rate
+            (SmolLM2: 300). The map of carried tokens gets that much less as its inputs add up to, so that a step of
+            either moves the fused state alike.
         draft_temperature (`float`, *optional*, defaults to 0.0):
             Temperature of the first draft's proposals; 0 takes the likeliest tokens. Draws depend on the seed, the
             step and the example alone, as anchors do.
@@ -56,6 +63,11 @@ class CarryoverTrainingArguments(TrainingArguments):
             What happens to a step whose gradient is not finite: `"skip"` drops it, counts it (`skipped_steps` in the
             log) and goes on, `"stop"` ends the run with the weights before it.
 
+        max_logits (`int`, *optional*, defaults to 2**28):
+            Draft logits that may exist at a time (2**28 of them are 1 GiB in float32). Where blocks have more, head
+            and loss run over parts of the rows, and once more in the backward pass: a third more work in the head, and
+            memory that does not grow with anchors, block size and vocabulary.
+
         > Parameters that control the data
 
         feature_cache_dir (`str`, *optional*):
@@ -68,6 +80,10 @@ class CarryoverTrainingArguments(TrainingArguments):
             by all runs from that drafter with the same `seed` and `anchors_per_response`; `data_seed` orders the
             recordings. Together with `feature_cache_dir` a carryover step then costs hardly more than a baseline step.
             Size: about `block_size * feature_size * 2` bytes per anchor.
+
+        first_drafter (`str`, *optional*):
+            Folder of the drafter whose first drafts are kept in `carry_cache_dir`, instead of the one the run starts
+            from: so that a run that goes on from another's result shares them.
 
     Mixed precision (`bf16`, `fp16`) runs the drafter under autocast; its own weights are float32 in any case.
 
@@ -90,11 +106,18 @@ class CarryoverTrainingArguments(TrainingArguments):
     )
     muon: bool = field(default=False, metadata={"help": "Muon for the layers' matrices instead of AdamW."})
     fc_learning_rate_scale: float = field(default=1.0, metadata={"help": "Factor on the learning rate of fc.weight."})
+    carry_learning_rate_scale: float = field(
+        default=1.0, metadata={"help": "Factor on the learning rate of what only carried rows use."}
+    )
     draft_temperature: float = field(default=0.0, metadata={"help": "Temperature of the first draft; 0 is greedy."})
     carry_warmup_steps: int = field(default=0, metadata={"help": "First steps, which carry recorded rows."})
     non_finite_steps: str = field(
         default="skip", metadata={"help": '"skip" or "stop" at a step whose gradient is not finite.'}
     )
+    first_drafter: str | None = field(
+        default=None, metadata={"help": "Folder of the drafter whose first drafts are kept."}
+    )
+    max_logits: int = field(default=2**28, metadata={"help": "Draft logits that may exist at a time."})
     carry_cache_dir: str | None = field(default=None, metadata={"help": "Folder for verified first drafts."})
     feature_cache_dir: str | None = field(default=None, metadata={"help": "Folder for cached target features."})
 
@@ -112,14 +135,17 @@ class CarryoverTrainingArguments(TrainingArguments):
             raise ValueError(f"`anchors_per_response` must be at least 1, got {self.anchors_per_response}.")
         if self.gamma is not None and self.gamma <= 0:
             raise ValueError(f"`gamma` must be positive, got {self.gamma}.")
-        if self.fc_learning_rate_scale <= 0:
-            raise ValueError(f"`fc_learning_rate_scale` must be positive, got {self.fc_learning_rate_scale}.")
+        for name in ("fc_learning_rate_scale", "carry_learning_rate_scale"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
         alphas = (self.alpha_ce, self.alpha_tv, self.alpha_kl)
         if min(alphas) < 0 or sum(alphas) == 0:
             raise ValueError(
                 "`alpha_ce`, `alpha_tv` and `alpha_kl` must not be negative nor all 0, got "
                 f"{self.alpha_ce}, {self.alpha_tv} and {self.alpha_kl}."
             )
+        if self.max_logits < 1:
+            raise ValueError(f"`max_logits` must be at least 1, got {self.max_logits}.")
         if self.draft_temperature < 0:
             raise ValueError(f"`draft_temperature` must not be negative, got {self.draft_temperature}.")
         if self.draft_temperature > 0 and self.stage == "baseline":
@@ -131,6 +157,11 @@ class CarryoverTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"`carry_warmup_steps` must not be negative, nor set in the baseline stage, got "
                 f"{self.carry_warmup_steps}."
+            )
+        if self.first_drafter is not None and self.carry_cache_dir is None:
+            raise ValueError(
+                f"`first_drafter` ({self.first_drafter!r}) makes the drafts that `carry_cache_dir` keeps, which is "
+                "not set. Set both, or none."
             )
         if self.carry_cache_dir is not None and self.stage == "baseline":
             raise ValueError('`carry_cache_dir` keeps first drafts, which only `stage="carryover"` has. Leave it out.')

@@ -35,13 +35,19 @@ def checkpoint_problem(folder: str | Path, world_size: int = 1) -> str | None:
         `str`: A missing or unfinished file, and `None` for a whole checkpoint. Checkpoints of sharded optimizers
         (DeepSpeed, FSDP), whose files are their own, are judged by the drafter's files and the trainer's state.
     """
-    folder = Path(folder)
+    try:
+        return _first_problem(Path(folder), world_size)
+    except OSError as error:  # removed meanwhile, by a run that keeps its last checkpoints alone
+        return f"it can't be read ({error})"
+
+
+def _first_problem(folder: Path, world_size: int) -> str | None:
     for name in ("config.json", STATE_FILE):
         try:
             json.loads((folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return f"`{name}` is missing"
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             return f"`{name}` can't be read ({error})"
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:

@@ -145,8 +145,9 @@ class DraftVerifyDraft(Trainer):
         sequence_index, positions = part["sequence_index"], part["anchor_positions"]
         blocks = Blocks(sequence_index, positions, healthy[sequence_index], carried={})
         anchors = part["input_ids"][sequence_index, positions]
-        logits = self._draft(self.first_drafter, recorded.features, anchors, blocks, previous=None).logits
-        proposals = self.roll_out(logits, anchors, self.args.draft_temperature, part.get("draws"), self.first_drafter)
+        drafter = self.first_drafter
+        hidden = self._draft(drafter, recorded.features, anchors, blocks).hidden_states
+        proposals = self.propose(hidden, anchors, self.args.draft_temperature, part.get("draws"), drafter)
         _, _, tokens, exist = self._label_weights(part, sequence_index, positions)
         accepted = accepted_prefix(proposals, tokens, exist)
         kept = blocks.counted & (response_runs(part["response_mask"])[sequence_index, positions] >= accepted + 2)
@@ -198,7 +199,9 @@ class DraftVerifyDraft(Trainer):
                 blocks.carried["carried_embeds"] = self.head.embed(tokens, device)
         return blocks
 
-    def _draft(self, model, features, anchors, blocks: Blocks, previous):
+    def _draft(self, model, features, anchors, blocks: Blocks, previous=None, row_loss=None):
+        """Draft blocks; their losses too where `row_loss` is given, see [`CarryoverDrafter.forward`]."""
+        head = {} if row_loss is None else {"head_weight": self.head.weight, "head_bias": self.head.bias}
         embeds = self.head.embed(anchors, features.device).detach()
         return model(
             # What doesn't count must be finite all the same: 0 times NaN is NaN.
@@ -208,8 +211,9 @@ class DraftVerifyDraft(Trainer):
             sequence_index=blocks.sequence_index,
             mask_embeds=self.head.mask_embeds,
             previous_ids=previous,
-            head_weight=self.head.weight,
-            head_bias=self.head.bias,
+            row_loss=row_loss,
+            max_logits=self.args.max_logits,
+            **head,
             **blocks.carried,
         )
 
@@ -217,8 +221,8 @@ class DraftVerifyDraft(Trainer):
     def _shift(self, batch: dict, recorded: RecordedPass, blocks: Blocks, draws: torch.Tensor | None) -> Blocks:
         """Steps 1 to 3: first draft, verification, and the shifted anchors with their carried rows."""
         anchors = batch["input_ids"][blocks.sequence_index, blocks.positions]
-        outputs = self._draft(self.drafter, recorded.features, anchors, blocks, previous=None)
-        proposals = self.roll_out(outputs.logits, anchors, self.args.draft_temperature, draws)
+        hidden = self._draft(self.drafter, recorded.features, anchors, blocks).hidden_states
+        proposals = self.propose(hidden, anchors, self.args.draft_temperature, draws)
         _, _, tokens, exist = self._label_weights(batch, blocks.sequence_index, blocks.positions)
         accepted = accepted_prefix(proposals, tokens, exist)
         # x_{a'} must be the target's own token and have a recorded successor.
@@ -268,6 +272,22 @@ class DraftVerifyDraft(Trainer):
         if token is not None:
             tokens = proposals if predictions is None else predictions
             shifted.carried["carried_embeds"] = self.head.embed(tokens, features.device)
+
+    @torch.no_grad()
+    def propose(self, hidden_states, anchors, temperature: float = 0.0, draws=None, drafter=None) -> torch.LongTensor:
+        """
+        Proposals of drafted states `(num_blocks, block_size, target_hidden_size)`, block by block within
+        `args.max_logits`; the other arguments are those of [`~DraftVerifyDraft.roll_out`].
+        """
+        drafter = drafter or self.drafter
+        most = max(1, self.args.max_logits // (hidden_states.shape[1] * self.head.weight.shape[0]))
+        proposals = []
+        for start in range(0, len(anchors), most):
+            part = slice(start, start + most)
+            logits = drafter.logits(hidden_states[part], self.head.weight, self.head.bias)
+            drawn = None if draws is None else draws[part]
+            proposals.append(self.roll_out(logits, anchors[part], temperature, drawn, drafter))
+        return torch.cat(proposals)
 
     @torch.no_grad()
     def roll_out(

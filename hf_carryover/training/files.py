@@ -20,8 +20,9 @@ logger = logging.getLogger(__name__)
 _DIGEST = "sha256."
 
 
-def _digest(name: str, tensor: torch.Tensor) -> str:
-    digest = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+def _digest(path: Path, name: str, tensor: torch.Tensor) -> str:
+    """Of a tensor in its place: a file that was renamed, which is another recording's, does not pass either."""
+    digest = hashlib.sha256(f"{path.stem} {name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
     digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
@@ -39,7 +40,8 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
-        save_file(held, temporary, metadata={f"{_DIGEST}{name}": _digest(name, part) for name, part in held.items()})
+        digests = {f"{_DIGEST}{name}": _digest(path, name, part) for name, part in held.items()}
+        save_file(held, temporary, metadata=digests)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)  # of a disk that is full
@@ -61,7 +63,9 @@ def load_tensors(path: Path, *names: str) -> dict[str, torch.Tensor] | None:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in names or file.keys()}
-        wrong = [name for name, part in tensors.items() if metadata.get(f"{_DIGEST}{name}") != _digest(name, part)]
+        wrong = [
+            name for name, part in tensors.items() if metadata.get(f"{_DIGEST}{name}") != _digest(path, name, part)
+        ]
         reason = f"the checksum of {', '.join(wrong)} does not match" if wrong else None
     except FileNotFoundError:
         return None

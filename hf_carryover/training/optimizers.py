@@ -55,7 +55,7 @@ def is_muon_parameter(name: str, parameter: nn.Parameter) -> bool:
 def split_for_muon(model: nn.Module, groups: list[dict]) -> tuple[list[dict], list[dict]]:
     """Splits parameter groups of a drafter in two, every group keeping its own settings."""
     muon = {parameter for name, parameter in model.named_parameters() if is_muon_parameter(name, parameter)}
-    keep = {"lr", "weight_decay", "is_fc"}
+    keep = {"lr", "weight_decay", "scaled"}
     first, second = [], []
     for group in groups:
         own = {key: value for key, value in group.items() if key in keep}

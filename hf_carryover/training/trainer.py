@@ -133,7 +133,12 @@ class CarryoverTrainer(DraftVerifyDraft):
         if args.carry_cache_dir is not None and args.stage == "carryover":
             self.target.check_branches()
             # Before any checkpoint is loaded: a resumed run goes on with the first drafts it began with.
-            self.first_drafter = copy.deepcopy(model).eval().requires_grad_(False)
+            first = model
+            if args.first_drafter is not None:
+                first = CarryoverDrafter.from_pretrained(args.first_drafter, carry=False, dtype=torch.float32)
+                check_same_block(first, model)
+                first.to(model.device)
+            self.first_drafter = copy.deepcopy(first).eval().requires_grad_(False)
             settings = (args.anchors_per_response, args.seed, args.draft_temperature, model.config.block_size)
             identity = fingerprint(self.first_drafter, self.target.fingerprint(), settings)
             self.bank = DraftBank(args.carry_cache_dir, identity)
@@ -219,8 +224,8 @@ class CarryoverTrainer(DraftVerifyDraft):
             shutil.rmtree(folder, ignore_errors=True)
             last = last_complete_checkpoint(folder.parent, self.args.world_size)
             raise OSError(
-                f"{folder.name} could not be saved ({problem}): {error}. What was written of it is removed. Make "
-                f"room, then resume from {'the start' if last is None else last.name}."
+                f"{folder.name} could not be saved ({problem}): {error}. What was written of it is removed. Resume "
+                f"from {'the start' if last is None else last.name}."
             ) from error
 
     def _save_rng_state(self, output_dir) -> None:
@@ -302,18 +307,26 @@ class CarryoverTrainer(DraftVerifyDraft):
 
     def create_optimizer(self, *args, **kwargs):
         """
-        The optimizer of `Trainer`, with `fc.weight`, or what an adapter adds to it, in a group of its own where its
-        learning rate is scaled.
+        The optimizer of `Trainer`, with `fc.weight`, or what an adapter adds to it, and what only carried rows use in
+        groups of their own where their learning rates are scaled.
         """
         optimizer = super().create_optimizer(*args, **kwargs)
-        scale = self.args.fc_learning_rate_scale
-        if scale != 1.0 and not any(group.get("is_fc") for group in optimizer.param_groups):
-            fusion = {id(p) for p in self.drafter.fc.parameters()}
+        scaled = {
+            "fc": (self.args.fc_learning_rate_scale, self.drafter.fc.parameters()),
+            "carry": (self.args.carry_learning_rate_scale, [self.drafter.carry_embedding]),
+        }
+        if self.drafter.carry_proj is not None and self.args.carry_learning_rate_scale != 1.0:
+            scale = self.args.carry_learning_rate_scale / self._embedding_reach()
+            scaled["map"] = (scale, self.drafter.carry_proj.parameters())
+        for name, (scale, parameters) in scaled.items():
+            if scale == 1.0 or any(group.get("scaled") == name for group in optimizer.param_groups):
+                continue
+            chosen = {id(p) for p in parameters if p is not None}
             for group in list(optimizer.param_groups):
-                own = [p for p in group["params"] if id(p) in fusion]
+                own = [p for p in group["params"] if id(p) in chosen]
                 if own:
-                    group["params"] = [p for p in group["params"] if id(p) not in fusion]
-                    optimizer.add_param_group({**group, "params": own, "lr": group["lr"] * scale, "is_fc": True})
+                    group["params"] = [p for p in group["params"] if id(p) not in chosen]
+                    optimizer.add_param_group({**group, "params": own, "lr": group["lr"] * scale, "scaled": name})
         if self.args.muon and not isinstance(optimizer, MuonAdamW):
             args = self.args
             optimizer = self.optimizer = MuonAdamW(
@@ -325,6 +338,16 @@ class CarryoverTrainer(DraftVerifyDraft):
             )
         optimizer.register_step_pre_hook(self.step_guard)
         return optimizer
+
+    def _embedding_reach(self) -> float:
+        """
+        Mean sum of the magnitudes of a target embedding: how much more an Adam step of a map moves what it makes of
+        one than the same step of a bias.
+        """
+        config = self.drafter.config
+        sample = torch.arange(0, config.vocab_size, max(1, config.vocab_size // 512))
+        rows = self.head.embed(sample, self.drafter.device).float()
+        return max(float(rows.abs().sum(dim=-1).mean()), 1e-6)
 
     def _sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(value, reduction="sum") if self.args.world_size > 1 else value
@@ -398,12 +421,15 @@ class CarryoverTrainer(DraftVerifyDraft):
         weights = weights * blocks.counted.unsqueeze(1)
         anchors = batch["input_ids"][blocks.sequence_index, blocks.positions]
         previous = torch.cat([anchors.unsqueeze(1), tokens[:, :-1]], dim=1)
-        outputs = self._draft(model, recorded.features, anchors, blocks, previous)
-        target_probs = None
-        if self.args.soft_labels:
-            target_probs = self._target_probs(recorded.logits, blocks)
         alphas = (self.args.alpha_ce, self.args.alpha_tv, self.args.alpha_kl)
-        losses = block_loss(outputs.logits, labels, weights, target_probs, *alphas)
+
+        def row_loss(logits: torch.Tensor, rows: slice) -> torch.Tensor:
+            probs = self._target_probs(recorded.logits, blocks, rows) if self.args.soft_labels else None
+            wanted, weight = labels.flatten()[rows].unsqueeze(1), weights.flatten()[rows].unsqueeze(1)
+            return block_loss(logits.unsqueeze(1), wanted, weight, probs, *alphas).squeeze(1)
+
+        outputs = self._draft(model, recorded.features, anchors, blocks, previous, row_loss)
+        losses = outputs.losses
         if self.drafter.training:
             self._count(losses, weights, blocks)
         return losses, {
@@ -416,14 +442,18 @@ class CarryoverTrainer(DraftVerifyDraft):
             "hidden_states": outputs.hidden_states,
         }
 
-    def _target_probs(self, logits: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-        """The target's probabilities of the draft tokens for labels `x_{a+1} …`: recorded logits at `a … a+B-1`."""
-        offsets = torch.arange(self.drafter.config.block_size, device=logits.device)
-        rows = (blocks.positions.unsqueeze(1) + offsets).clamp(max=logits.shape[1] - 1)
-        probs = logits.float().softmax(dim=-1)
+    def _target_probs(self, logits: torch.Tensor, blocks: Blocks, rows: slice) -> torch.Tensor:
+        """
+        The target's probabilities of the draft tokens for labels `x_{a+1} …`, `(rows, 1, draft_vocab)`, of the given
+        rows of all `num_blocks * block_size`: recorded logits at `a … a+B-1`.
+        """
+        size = self.drafter.config.block_size
+        places = (blocks.positions.unsqueeze(1) + torch.arange(size, device=logits.device)).flatten()[rows]
+        sequences = blocks.sequence_index.repeat_interleave(size)[rows]
+        probs = logits[sequences, places.clamp(max=logits.shape[1] - 1)].float().softmax(dim=-1)
         if self.head.token_ids is not None:
-            probs = probs[..., self.head.token_ids]
-        return probs[blocks.sequence_index.unsqueeze(1), rows]
+            probs = probs[:, self.head.token_ids]
+        return probs.unsqueeze(1)
 
     # Logging and evaluation
 
@@ -486,14 +516,24 @@ class CarryoverTrainer(DraftVerifyDraft):
         losses, seen = self.block_losses(model, batch)
         blocks: Blocks = seen["blocks"]
         # Once more, without the recorded tokens' Markov bias: the proposals have their own.
-        base = self.drafter.logits(seen["hidden_states"], self.head.weight, self.head.bias)
-        proposals = self.roll_out(base, seen["anchors"])
+        proposals = self.propose(seen["hidden_states"], seen["anchors"])
         runs = response_runs(batch["response_mask"])[blocks.sequence_index, blocks.positions]
         counts = acceptance_counts(accepted_prefix(proposals, seen["tokens"], seen["exist"]), runs, proposals.shape[1])
         columns = [losses.sum(1, keepdim=True), seen["weights"].sum(1, keepdim=True)]
         table = torch.cat([*columns, counts * blocks.counted.unsqueeze(1)], dim=1).float()
         result = table.new_zeros((batch["input_ids"].shape[0], table.shape[1]))
         return result.index_add_(0, blocks.sequence_index, table)
+
+
+def check_same_block(first: CarryoverDrafter, model: CarryoverDrafter) -> None:
+    """Raise a `ValueError` when `first` can't make the first drafts of `model`'s training."""
+    for name in ("block_size", "target_layer_ids", "draft_vocab_size", "vocab_size"):
+        ours, theirs = getattr(model.config, name), getattr(first.config, name)
+        if ours != theirs:
+            raise ValueError(
+                f"`first_drafter` has `{name}` {theirs}, the trained drafter {ours}. Its drafts would be of another "
+                "kind; name one that differs in its weights alone."
+            )
 
 
 def _check_usage(model, args, kwargs: dict) -> None:

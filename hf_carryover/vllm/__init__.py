@@ -3,8 +3,8 @@
 Carryover drafters in vLLM, as a general plugin (entry point `vllm.general_plugins`).
 
 With `hf_carryover[vllm]` installed, vLLM calls [`register`] in every process, and
-`vllm serve TARGET --speculative-config '{"model": "DRAFTER", "num_speculative_tokens": 15}'` drafts with the folder that
-`CarryoverDrafter.save_pretrained` wrote.
+`vllm serve TARGET --speculative-config '{"model": "DRAFTER", "num_speculative_tokens": 15}'` drafts with the folder
+that `CarryoverDrafter.save_pretrained` wrote.
 """
 
 import logging
@@ -45,7 +45,7 @@ def register() -> None:
     supported, found = supported_vllm(), installed_vllm()
     if found is None or not supported.contains(found, prereleases=True):
         logger.warning(
-            "hf_carryover supports vllm%s, found %s: Carryover drafters can't be served, everything else is untouched.",
+            "hf_carryover supports vllm%s, found %s: Carryover drafters can't be served, all else is untouched.",
             supported,
             found,
         )

@@ -2,8 +2,8 @@
 """
 The one file that hooks into vLLM.
 
-vLLM chooses proposers in a closed `if/elif` and infers the method from the drafter's name, so an outside drafter has no
-place to register. Each wrapper here delegates unless a Carryover drafter is in use:
+vLLM chooses proposers in a closed `if/elif` and infers the method from the drafter's name, so an outside drafter has
+no place to register. Each wrapper here delegates unless a Carryover drafter is in use:
 
 - `SpeculativeConfig.__post_init__`: `method` may be left out, and a drafter that does not fit is refused;
 - `SpeculativeConfig.hf_config_override`: the keys that vLLM reads from a DFlash config;
@@ -12,7 +12,8 @@ place to register. Each wrapper here delegates unless a Carryover drafter is in 
 - `GPUModelRunner._input_fits_in_drafter` (V1): always. One request near `max_model_len` would stop the drafting of all
   others, and the rows verified meanwhile would be missing from the drafter's cache; ours handles it per request;
 - `expand_batch_to_tokens` (V1, CPU): the temperature of each row when sampling, see below;
-- `SpecDecodingProm`: a counter of carried rows.
+- `SpecDecodingProm`: a counter of carried rows;
+- `DFlashSpeculator.__new__` and `prepare_dflash_inputs` (V2, where Triton runs): [`CarryoverSpeculator`].
 
 All of it can go when vLLM lets a model class name its proposer and its config mapping.
 """
@@ -21,10 +22,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.spec_decode.dflash import DFlashProposer
 from vllm.v1.spec_decode.metrics import SpecDecodingProm
@@ -96,9 +99,13 @@ def _wrap_num_lookahead_tokens(original: property) -> property:
     return property(functools.wraps(original.fget)(num_lookahead_tokens))
 
 
+def _uses_carryover(vllm_config: VllmConfig | None) -> bool:
+    return is_carryover(getattr(vllm_config, "speculative_config", None))
+
+
 def _wrap_new(original: Callable) -> Callable:
     def __new__(cls, vllm_config=None, *args, **kwargs):
-        if cls is DFlashProposer and is_carryover(getattr(vllm_config, "speculative_config", None)):
+        if cls is DFlashProposer and _uses_carryover(vllm_config):
             cls = CarryoverProposer
         return original(cls) if original is object.__new__ else original(cls, vllm_config, *args, **kwargs)
 
@@ -162,6 +169,15 @@ HOOKS: tuple[tuple[Any, str, Callable], ...] = (
     (SpecDecodingProm, "__init__", _wrap_prom_init),
     (SpecDecodingProm, "observe", _wrap_prom_observe),
 )
+
+
+if HAS_TRITON:  # without it vLLM itself falls back to the V1 runner
+    from . import speculator
+
+    HOOKS += (
+        (speculator.DFlashSpeculator, "__new__", partial(speculator.wrap_new, is_ours=_uses_carryover)),
+        (speculator.host, "prepare_dflash_inputs", speculator.wrap_prepare),
+    )
 
 
 def _marked(value: Any) -> bool:

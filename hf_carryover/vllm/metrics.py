@@ -2,10 +2,10 @@
 """
 Carried rows in vLLM's metrics.
 
-The scheduler counts proposals and accepted ones where the engine core runs; every rejected row of a step with drafts is
-carried into the draft made at the end of it. The difference of the two counts is therefore the number of carried rows,
-and the frontend needs nothing else to export it. (A request that ends in a step has no next draft: its last rows are
-counted, but read by nobody. Blocks that would reach past `max_model_len` are drafted without carry.)
+The scheduler counts proposals and accepted ones where the engine core runs; every rejected row of a step with drafts
+is carried into the draft made at the end of it. The difference of the two counts is therefore the number of carried
+rows, and the frontend needs nothing else to export it. (A request that ends in a step has no next draft: its last rows
+are counted, but read by nobody. Blocks that would reach past `max_model_len` are drafted without carry.)
 """
 
 from vllm.v1.metrics.utils import create_metric_per_engine
@@ -21,7 +21,9 @@ def rejected_rows(stats: SpecDecodingStats) -> int:
     return stats.num_draft_tokens - stats.num_accepted_tokens
 
 
-def add_counter(prom: SpecDecodingProm, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]) -> None:
+def add_counter(
+    prom: SpecDecodingProm, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+) -> None:
     """Give vLLM's Prometheus exporter one counter more, per engine."""
     counter = prom._counter_cls(name=NAME, documentation=DOCUMENTATION, labelnames=labelnames)
     prom.counter_spec_decode_num_carried_rows = create_metric_per_engine(counter, per_engine_labelvalues)

@@ -9,9 +9,11 @@ gathered from the target's head once the target is there.
 """
 
 from collections.abc import Iterable
+from types import MethodType
 
 import torch
 from torch import nn
+from vllm import _custom_ops as ops
 from vllm.config import VllmConfig
 from vllm.distributed import (
     get_tensor_model_parallel_world_size,
@@ -19,12 +21,24 @@ from vllm.distributed import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+from vllm.platforms import current_platform
 
 from .config import expected_tensors
 
 
 def _frozen(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.zeros(*shape, dtype=dtype), requires_grad=False)
+
+
+def _normalize_layer_by_layer(model: nn.Module, keys: torch.Tensor) -> torch.Tensor:
+    """
+    K-norm of context keys `(layers, rows, heads, head_dim)`. vLLM's own does all layers in one kernel call, whose CPU
+    version (0.32) takes the first layer's weights for all of them. Can go when that is mended.
+    """
+    normed = torch.empty_like(keys)
+    for i, weight in enumerate(model._k_norm_weights):
+        ops.rms_norm(normed[i], keys[i], weight, model._rms_norm_eps)
+    return normed
 
 
 def local_head_rows(weight: torch.Tensor, start: int, end: int, token_ids: torch.Tensor) -> torch.Tensor:
@@ -59,6 +73,8 @@ class CarryoverForVLLM(DFlashQwen3ForCausalLM):
             self.markov_w2 = _frozen(config.draft_vocab_size, config.markov_rank, dtype=dtype)
         self.reduced = self.draft_id_to_target_id is not None
         self.taps_last_layer = config.target_layer_ids[-1] == config.num_target_layers - 1
+        if current_platform.is_cpu():
+            self.model._normalize_context_k = MethodType(_normalize_layer_by_layer, self.model)
         self._target: tuple[nn.Module, ...] = ()  # a tuple: the target must not become a submodule
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -179,12 +195,40 @@ class CarryoverForVLLM(DFlashQwen3ForCausalLM):
         block[:, 0] = first
         return block if self.embed_proj is None else nn.functional.linear(block, self.embed_proj)
 
+    def embed_rows(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Block inputs `(rows, hidden_size)` of whole blocks of ids, each an anchor and mask tokens."""
+        embeds = self._target[0].embed_input_ids(input_ids)
+        if self.mask_token_embedding is not None:
+            is_mask = torch.arange(input_ids.shape[0], device=input_ids.device) % self.block_rows > 0
+            embeds = torch.where(is_mask.unsqueeze(1), self.mask_token_embedding.to(embeds.dtype), embeds)
+        return embeds if self.embed_proj is None else nn.functional.linear(embeds, self.embed_proj)
+
     def draft_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits `(rows, draft vocabulary)` of final states, in float32, without the Markov bias."""
         if self.head_proj is not None:
             hidden_states = nn.functional.linear(hidden_states, self.head_proj)
         bias = getattr(self.lm_head, "bias", None)
         return self.logits_processor(self.lm_head, hidden_states, bias).float()
+
+    def in_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """Draft logits `(rows, draft vocabulary)` over the target's vocabulary, -inf where nothing can be drafted."""
+        token_ids = self.draft_token_ids()
+        if token_ids is None:
+            return logits
+        full = logits.new_full((logits.shape[0], self.config.vocab_size), float("-inf"))
+        return full.index_copy_(1, token_ids, logits)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits `(rows, vocab_size)` without the Markov bias, for vLLM's own sampling of DFlash."""
+        return self.in_target_vocabulary(self.draft_logits(hidden_states))
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, inputs_embeds: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Final states of the block rows. The V2 runner gives token ids, the V1 runner the embeddings."""
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_rows(input_ids)
+        return super().forward(input_ids, positions, inputs_embeds)
 
     def markov_bias(self, previous: torch.Tensor) -> torch.Tensor | None:
         """`W2 · W1[y_{k-1}]` in float32 for target tokens `previous` `(requests,)`; `None` without a Markov head."""

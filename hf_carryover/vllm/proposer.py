@@ -3,8 +3,8 @@
 The drafter in vLLM's V1 model runner.
 
 vLLM's own `DFlashProposer` stores every row of the verified window and then overwrites the rejected ones with the
-block. This one adds the carry embedding to the rejected rows and puts the block behind them ([`block_layout`]). No more
-slots are needed than vLLM reserves already: window, `1 + num_speculative_tokens`, and block.
+block. This one adds the carry embedding to the rejected rows and puts the block behind them ([`block_layout`]). No
+more slots are needed than vLLM reserves already: window, `1 + num_speculative_tokens`, and block.
 """
 
 from __future__ import annotations
