@@ -6,7 +6,7 @@ From one baseline without carry, three drafters are trained for equally many ste
 (all weights, no carry), full fine-tuning with carry, and a LoRA with the carry embedding on the frozen baseline. What
 counts is the gain of τ over the control, with its interval over texts, and which share of the full one's gain the
 adapter keeps. Also measured: trained parameters, file sizes, training time, and the memory that gradients and
-optimizer take (3 numbers of 4 bytes a trained parameter). Sizes on the SmolLM2 drafter are computed from its shapes.
+optimizer take (3 numbers of 4 bytes a trained parameter). The sizes on the SmolLM2 drafter are those of its files.
 """
 
 from __future__ import annotations

@@ -418,4 +418,4 @@ def on_line(hub: HubServer, monkeypatch, cache):
     huggingface_hub.close_session()
 
 
-__all__ = ["READ_ONLY", "TOKEN", "Fault", "HubServer", "blob_id", "on_line"]
+__all__ = ["READ_ONLY", "TOKEN", "Fault", "HubServer", "Repo", "blob_id", "on_line"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import tiny_drafter
 from fresh_process import python
-from hub_server import READ_ONLY, TOKEN, Fault, HubServer, on_line
+from hub_server import READ_ONLY, TOKEN, Fault, HubServer, Repo, on_line
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from huggingface_hub.errors import HfHubHTTPError
 from tiny_targets import assisted, plain, prompt_ids
@@ -19,6 +19,7 @@ from transformers import AutoModel
 
 import hf_carryover
 from hf_carryover import CarryoverDrafter, model_card, push_to_hub
+from hf_carryover.adapters import add_adapter
 from hf_carryover.hub import Run
 from hf_carryover.hub.card import TEMPLATE
 from hf_carryover.hub.retry import ATTEMPTS
@@ -274,6 +275,44 @@ def test_somebody_else_commits_meanwhile(hub, drafter):
     with pytest.raises(ValueError, match="was changed by somebody else during the push; nothing was committed"):
         push(other_of(drafter))
     assert hub.titles(NAME)[0] == "theirs"
+
+
+# What is not in our own format
+
+
+def test_public_drafter_from_the_hub(hub, tmp_path):
+    from convert_helpers import zlab_folder
+
+    folder = zlab_folder(tmp_path / "zlab")
+    repo = hub.repos["z-lab/drafter"] = Repo(private=False)
+    repo.refs["main"] = repo.add(None, "first", {path.name: path.read_bytes() for path in folder.iterdir()}).oid
+    drafter = CarryoverDrafter.from_pretrained("z-lab/drafter", carry=True)
+    assert drafter.config.converted_from["format"] == "z-lab" and drafter.config.carry
+    assert equal_state(drafter, CarryoverDrafter.from_pretrained(folder, carry=True))
+    with pytest.raises(ValueError, match="z-lab/drafter holds a drafter for another target: z-lab"):
+        push_to_hub(drafter, "z-lab/drafter", token=TOKEN)
+
+
+def test_adapter_there_and_back(hub, target):
+    peft = pytest.importorskip("peft")
+    push_to_hub(tiny_drafter(target, markov_rank=4, carry=False), "user/base", token=TOKEN)
+    adapted = CarryoverDrafter.from_pretrained("user/base", carry=True)
+    add_adapter(adapted, peft.LoraConfig(r=2, init_lora_weights=False))
+    push(adapted)
+    files = hub.files(NAME)
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= set(files)
+    assert "model.safetensors" not in files
+    assert "on the drafter `user/base`" in files["README.md"].decode()
+    loaded = CarryoverDrafter.from_pretrained(NAME)
+    assert equal_state(loaded, adapted)
+    push(adapted, commit_message="Again")
+    with pytest.raises(ValueError, match="holds an adapter, this is a drafter"):
+        push(tiny_drafter(target, markov_rank=4))
+    with pytest.raises(ValueError, match="user/base holds another model, this is an adapter"):
+        push_to_hub(adapted, "user/base", token=TOKEN)
+    adapted.adapter_base["base"] = "user/other"
+    with pytest.raises(ValueError, match="holds an adapter of user/base, this one is of user/other"):
+        push(adapted)
 
 
 # Faults

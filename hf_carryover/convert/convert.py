@@ -8,6 +8,8 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -232,29 +234,25 @@ def _equal_drafters(kind: str, written: dict, original: dict, tensors: dict) -> 
     return plain and same_dtype and not (kind == "speculators" and confident)
 
 
-class _appearing:
-    """A scratch folder beside `folder` that becomes it when the block ends well."""
-
-    def __init__(self, folder: Path, overwrite: bool):
-        if folder.exists() and not overwrite and (not folder.is_dir() or any(folder.iterdir())):
-            raise FileExistsError(f"{folder} exists. Choose another folder, or overwrite it (`overwrite=True`).")
-        self.folder = folder
-
-    def __enter__(self) -> Path:
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self.scratch = Path(tempfile.mkdtemp(dir=self.folder.parent, prefix=f".{self.folder.name}-"))
-        return self.scratch
-
-    def __exit__(self, kind, *_) -> None:
-        if kind is None:
-            if self.folder.exists():
-                old = self.scratch.with_suffix(".old")
-                os.replace(self.folder, old)
-                shutil.rmtree(old)
-            self.scratch.chmod(0o755)
-            os.replace(self.scratch, self.folder)
+@contextmanager
+def _appearing(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """A scratch folder beside `folder` that takes its place when the block ends well, and is removed when not."""
+    if folder.exists() and not overwrite and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists. Choose another folder, or overwrite it (`overwrite=True`).")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    try:
+        yield scratch
+        scratch.chmod(0o755)
+        if folder.exists():
+            old = scratch.with_suffix(".old")
+            os.replace(folder, old)
+            os.replace(scratch, folder)
+            shutil.rmtree(old)
         else:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+            os.replace(scratch, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def convert_drafter(

@@ -9,6 +9,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from ..adapters import has_adapter
 from ..modeling_carryover import CarryoverDrafter
 from .results import eval_results, read_report, result_tables, system_of, verdict
 from .run import Run, stage_table
@@ -133,6 +134,11 @@ def _head(drafter: CarryoverDrafter) -> str:
 
 def _origin(drafter: CarryoverDrafter) -> str:
     origin = drafter.config.converted_from
+    if has_adapter(drafter):
+        base = drafter.adapter_base["base"] or "a drafter without a name"
+        return (
+            f"It is an adapter: PEFT layers and the carry embedding on the drafter `{base}`, which is loaded with it."
+        )
     if not origin:
         return ""
     return f"It was converted from a {origin['format']} checkpoint; `config.json` keeps that one's configuration."

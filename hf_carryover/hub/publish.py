@@ -18,10 +18,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, hf_hub_download
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    hf_hub_download,
+    metadata_load,
+)
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
+from ..adapters import CONFIG_FILE as ADAPTER_FILE
+from ..adapters import has_adapter
 from ..convert.formats import detect_format
 from ..modeling_carryover import CarryoverDrafter
 from .card import finite, model_card
@@ -31,7 +40,7 @@ from .run import Run
 
 
 # What a push owns in a repository: of these, what the new drafter does not have is removed with the same commit.
-_OWNED = ("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json")
+_OWNED = ("*.safetensors", "*.safetensors.index.json", "config.json", ADAPTER_FILE)
 
 
 @dataclass
@@ -182,24 +191,17 @@ def _look(remote: _Remote) -> None:
 
 
 def _check_same_model(remote: _Remote, drafter: CarryoverDrafter, base_model: str | None) -> None:
-    """Refuse to push over what is no drafter, or one for another target."""
+    """Refuse to push over what is no drafter, or one for another target, and over another drafter's adapter."""
+    if has_adapter(drafter) or ADAPTER_FILE in remote.paths:
+        _check_same_adapter(remote, drafter)
+        return
     if "config.json" not in remote.paths:
         weights = sorted(path for path in remote.paths if path.endswith((".safetensors", ".bin", ".gguf")))
         if weights:
             raise ValueError(f"{remote.repo_id} holds {weights[0]} and no drafter. Choose another name, or `force`.")
         return
     try:
-        path = with_retries(
-            lambda: hf_hub_download(
-                remote.repo_id,
-                "config.json",
-                revision=remote.head,
-                token=remote.api.token,
-                endpoint=remote.api.endpoint,
-            ),
-            "Reading config.json",
-        )
-        theirs = json.loads(Path(path).read_text(encoding="utf-8"))
+        theirs = json.loads(_fetch(remote, "config.json").read_text(encoding="utf-8"))
         kind = detect_format(theirs)
     except (ValueError, EntryNotFoundError) as error:
         raise ValueError(
@@ -222,19 +224,33 @@ def _check_same_model(remote: _Remote, drafter: CarryoverDrafter, base_model: st
         )
 
 
+def _check_same_adapter(remote: _Remote, drafter: CarryoverDrafter) -> None:
+    """Refuse an adapter where a drafter is, a drafter where an adapter is, and an adapter of another base."""
+    holds = {"config.json", ADAPTER_FILE} & remote.paths
+    if not holds:
+        return
+    if not has_adapter(drafter) or ADAPTER_FILE not in holds:
+        kinds = ("an adapter", "a drafter") if ADAPTER_FILE in holds else ("another model", "an adapter")
+        raise ValueError(f"{remote.repo_id} holds {kinds[0]}, this is {kinds[1]}. Choose another name, or `force`.")
+    named = json.loads(_fetch(remote, ADAPTER_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    ours = drafter.adapter_base["base"] or None
+    if named != ours:
+        raise ValueError(
+            f"{remote.repo_id} holds an adapter of {named}, this one is of {ours}. Choose another name, or `force`."
+        )
+
+
+def _fetch(remote: _Remote, name: str) -> Path:
+    """A file of the repository as it was before the push."""
+    arguments = {"revision": remote.head, "token": remote.api.token, "endpoint": remote.api.endpoint}
+    return Path(with_retries(lambda: hf_hub_download(remote.repo_id, name, **arguments), f"Reading {name}"))
+
+
 def _base_model_of(remote: _Remote) -> str | None:
     """What the card in the repository names as its base model."""
-    from huggingface_hub import metadata_load
-
     if "README.md" not in remote.paths:
         return None
-    path = with_retries(
-        lambda: hf_hub_download(
-            remote.repo_id, "README.md", revision=remote.head, token=remote.api.token, endpoint=remote.api.endpoint
-        ),
-        "Reading the card",
-    )
-    named = (metadata_load(path) or {}).get("base_model")
+    named = (metadata_load(_fetch(remote, "README.md")) or {}).get("base_model")
     return named[0] if isinstance(named, list) and named else named
 
 
