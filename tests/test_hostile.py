@@ -376,3 +376,27 @@ def test_tables_that_contradict_each_other(base, tmp_path, field):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"must increase within 0 \.\.\. 63|name different draft vocabularies"):
         CarryoverDrafter.from_pretrained(folder)
+
+
+def test_tokens_are_written_nowhere(tmp_path, monkeypatch):
+    """Neither that of the arguments nor that of the environment is in any file of a run."""
+    from training_helpers import make_trainer, random_rows
+
+    from hf_carryover.train import DrafterArguments, write_record
+
+    secrets = ("hf_secretargument", "hf_secretenvironment")
+    monkeypatch.setenv("HF_TOKEN", secrets[1])
+    target = tiny_target("llama")
+    trainer = make_trainer(
+        target, tiny_drafter(target), tmp_path / "run", random_rows([9, 12]), max_steps=1, hub_token=secrets[0],
+        save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model()
+    assert trainer.args.hub_token == secrets[0]
+    arguments = DrafterArguments(target="owner/target", recordings=["owner/recordings"])
+    write_record(tmp_path / "run", arguments, trainer.args, trainer, {})
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"training_args.bin", "training.json", "trainer_state.json"} <= {path.name for path in files}
+    for path in files:
+        assert not any(secret.encode() in path.read_bytes() for secret in secrets), path

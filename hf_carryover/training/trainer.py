@@ -228,6 +228,14 @@ class CarryoverTrainer(DraftVerifyDraft):
                 f"from {'the start' if last is None else last.name}."
             ) from error
 
+    def _save(self, *args, **kwargs) -> None:
+        # `training_args.bin` goes wherever the checkpoint goes: without the token.
+        token, self.args.hub_token = self.args.hub_token, None
+        try:
+            super()._save(*args, **kwargs)
+        finally:
+            self.args.hub_token = token
+
     def _save_rng_state(self, output_dir) -> None:
         super()._save_rng_state(output_dir)
         if self.args.world_size > 1:  # the trainer's state, which makes a checkpoint whole, comes after all of them
