@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from transformers import PreTrainedConfig
 
 from hf_carryover.configuration_carryover import CarryoverConfig
@@ -13,7 +15,8 @@ def carryover_config_dict(model: str | None, revision: str | None = None) -> dic
     The `config.json` of `model`, a folder or a Hub repository, if it holds a Carryover drafter. A name that can't be
     read is none of ours: vLLM says what is wrong with it.
     """
-    if not model or model.startswith("["):
+    # Neither: "ngram", "suffix", the dotted path of a custom proposer.
+    if not model or not ("/" in model or Path(model).is_dir()):
         return None
     try:
         config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)

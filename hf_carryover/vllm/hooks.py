@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -103,13 +102,19 @@ def _uses_carryover(vllm_config: VllmConfig | None) -> bool:
     return is_carryover(getattr(vllm_config, "speculative_config", None))
 
 
-def _wrap_new(original: Callable) -> Callable:
-    def __new__(cls, vllm_config=None, *args, **kwargs):
-        if cls is DFlashProposer and _uses_carryover(vllm_config):
-            cls = CarryoverProposer
-        return original(cls) if original is object.__new__ else original(cls, vllm_config, *args, **kwargs)
+def _replaced_by(ours: type) -> Callable:
+    """Wrapper for `__new__` of vLLM's class, the parent of `ours`: of our drafters it makes an instance of `ours`."""
+    host = ours.__mro__[1]
 
-    return __new__
+    def wrap(original: Callable) -> Callable:
+        def __new__(cls, vllm_config=None, *args, **kwargs):
+            if cls is host and _uses_carryover(vllm_config):
+                cls = ours
+            return original(cls) if original is object.__new__ else original(cls, vllm_config, *args, **kwargs)
+
+        return __new__
+
+    return wrap
 
 
 def _wrap_input_fits(original: Callable) -> Callable:
@@ -163,7 +168,7 @@ HOOKS: tuple[tuple[Any, str, Callable], ...] = (
     (SpeculativeConfig, "__post_init__", _wrap_post_init),
     (SpeculativeConfig, "hf_config_override", _wrap_hf_config_override),
     (VllmConfig, "num_lookahead_tokens", _wrap_num_lookahead_tokens),
-    (DFlashProposer, "__new__", _wrap_new),
+    (DFlashProposer, "__new__", _replaced_by(CarryoverProposer)),
     (GPUModelRunner, "_input_fits_in_drafter", _wrap_input_fits),
     (rejection_sampler, "expand_batch_to_tokens", _wrap_expand),
     (SpecDecodingProm, "__init__", _wrap_prom_init),
@@ -175,7 +180,7 @@ if HAS_TRITON:  # without it vLLM itself falls back to the V1 runner
     from . import speculator
 
     HOOKS += (
-        (speculator.DFlashSpeculator, "__new__", partial(speculator.wrap_new, is_ours=_uses_carryover)),
+        (speculator.DFlashSpeculator, "__new__", _replaced_by(speculator.CarryoverSpeculator)),
         (speculator.host, "prepare_dflash_inputs", speculator.wrap_prepare),
     )
 

@@ -148,17 +148,6 @@ class CarryoverSpeculator(DFlashSpeculator):
             self.draft_tokens[:num_reqs, k] = previous
 
 
-def wrap_new(original: Callable, is_ours: Callable[[VllmConfig], bool]) -> Callable:
-    """`DFlashSpeculator.__new__` that makes a [`CarryoverSpeculator`] for our drafters."""
-
-    def __new__(cls, vllm_config=None, *args, **kwargs):
-        if cls is DFlashSpeculator and is_ours(vllm_config):
-            cls = CarryoverSpeculator
-        return original(cls) if original is object.__new__ else original(cls, vllm_config, *args, **kwargs)
-
-    return __new__
-
-
 def wrap_prepare(original: Callable) -> Callable:
     """`prepare_dflash_inputs` that lets a [`CarryoverSpeculator`] move what carry moves."""
     signature = inspect.signature(original)
@@ -173,4 +162,4 @@ def wrap_prepare(original: Callable) -> Callable:
     return prepare_dflash_inputs
 
 
-__all__ = ["CarryoverSpeculator", "host", "wrap_new", "wrap_prepare"]
+__all__ = ["CarryoverSpeculator", "host", "wrap_prepare"]
