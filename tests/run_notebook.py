@@ -36,15 +36,25 @@ def execute(path: Path, runs: Path, timeout: int = 3600):
     return notebook, pushed
 
 
-def strip(notebook) -> None:
-    """Leave out what differs from run to run or names this machine."""
+def strip(notebook, runs: Path) -> None:
+    """Leave out what differs from run to run or names this machine: standard error, progress bars, folders."""
+    notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         cell.metadata = {}
-        for output in cell.get("outputs", []):
+        if cell.cell_type != "code":
+            continue
+        kept = []
+        for output in cell.outputs:
+            data = output.get("data", {})
+            if output.get("name") == "stderr" or "application/vnd.jupyter.widget-view+json" in data:
+                continue
             output.get("metadata", {}).clear()
-        kept = [output for output in cell.get("outputs", []) if output.get("name") != "stderr"]
-        if cell.cell_type == "code":
-            cell.outputs = kept
+            if "text" in output:
+                output["text"] = output["text"].replace(str(runs), "runs")
+            for kind in [kind for kind in data if kind.startswith("text/")]:
+                data[kind] = data[kind].replace(str(runs), "runs")
+            kept.append(output)
+        cell.outputs = kept
 
 
 def main() -> None:
@@ -56,7 +66,7 @@ def main() -> None:
     args.runs.mkdir(parents=True, exist_ok=True)
     notebook, _ = execute(args.notebook.resolve(), args.runs.resolve())
     if args.write:
-        strip(notebook)
+        strip(notebook, args.runs.resolve())
         nbformat.write(notebook, args.notebook)
     print(f"{args.notebook.name}: {sum(cell.cell_type == 'code' for cell in notebook.cells)} cells", file=sys.stderr)
 

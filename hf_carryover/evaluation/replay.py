@@ -295,7 +295,7 @@ class Replay:
         if token_ids is None:
             mine, within = q.gather(1, committed.unsqueeze(1)).squeeze(1), p
         else:
-            slot = torch.searchsorted(token_ids, committed).clamp(max=len(token_ids) - 1)
+            slot = torch.searchsorted(token_ids, committed.contiguous()).clamp(max=len(token_ids) - 1)
             mine = q.gather(1, slot.unsqueeze(1)).squeeze(1) * (token_ids[slot] == committed)
             within = p[:, token_ids]
         uniform = torch.rand(share.shape, generator=self.generator, device=q.device)
