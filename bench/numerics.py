@@ -4,8 +4,8 @@ How often half precision departs from itself: greedy text with a drafter against
 plain decoding in half precision against float32.
 
 A pass over several rows rounds differently from passes over one, so texts part where the target's two best tokens are
-nearly tied. Reported per dtype: first differences per 1000 tokens compared (a text is compared up to and with its first
-difference), and the largest gap, in logits, between the token plain decoding took and the one taken instead.
+nearly tied. Reported per dtype: first differences per 1000 tokens compared (a text is compared up to and with its
+first difference), and the largest gap, in logits, between the token plain decoding took and the one taken instead.
 
     python -m bench.numerics --target SMOLLM2 --drafter model_cards/smollm2-135m-markov-carryover --output FILE.json
 """
