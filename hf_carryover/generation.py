@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .modeling_carryover import CarryoverCache, CarryoverDrafter
@@ -245,7 +245,9 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         first form plain decoding feeds the columns that the cache lacks, while the assisted loop of transformers 5.19
         to 5.23 feeds all of them a second time. The overrides, which the loop puts over what it prepared, mend that.
         """
-        cache, length = model_kwargs.get("past_key_values"), input_ids.shape[1]
+        # Found by what it is: its name is `past_key_values` up to transformers 5.23, and `cache` from 5.24 on.
+        cache = next((value for value in model_kwargs.values() if isinstance(value, Cache)), None)
+        length = input_ids.shape[1]
         past = 0 if cache is None else int(cache.get_seq_length())
         if past == 0:
             return
