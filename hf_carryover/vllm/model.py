@@ -85,6 +85,8 @@ class CarryoverForVLLM(DFlashQwen3ForCausalLM):
             ValueError: Listing missing and unknown tensors.
         """
         tensors = dict(weights)
+        if not self.reduced:  # a "reduced" vocabulary of all tokens maps each to itself
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
         expected = expected_tensors(self._checkpoint_config())
         missing, unknown = sorted(expected - set(tensors)), sorted(set(tensors) - expected)
         if missing or unknown:
