@@ -6,6 +6,7 @@ transformers computes from the text and the verified window alone (`vllm_helpers
 a stale row, another request's row, a slot or a position off by one: the output never depends on the drafter.
 """
 
+import dataclasses
 import importlib.util
 
 import pytest
@@ -255,6 +256,41 @@ def test_metrics_count_carried_rows(save, folder):
         generate(llm, prompts([12]), greedy(8))
         names = {m.name for m in llm.get_metrics() if getattr(m, "value", 0)}
     assert "vllm:spec_decode_num_drafts" in names
+
+
+MISTAKES = {
+    "block-one-slot-late": {"slots": lambda layout: layout.slots + 1},
+    "window-one-slot-late": {"window_slots": lambda layout: layout.window_slots + 1},
+    "block-one-position-late": {"positions": lambda layout: layout.positions + 1},
+    "no-carry-embedding": {"carried": lambda layout: torch.zeros_like(layout.carried)},
+    "carried-one-row-early": {"carried": lambda layout: layout.carried | layout.carried.roll(-1)},
+    "one-row-unseen": {"seq_lens": lambda layout: layout.seq_lens - 1},
+    "one-stale-row-seen": {"seq_lens": lambda layout: layout.seq_lens + 1},
+}
+
+
+def test_the_reference_notices_mistakes(save, folder, target, plain, monkeypatch):
+    """The output is the same whatever the drafter reads; the comparison with the reference is not."""
+    from hf_carryover.vllm import proposer
+
+    drafter, drafter_folder = save("markov")
+    reference, right = Reference(target, drafter), proposer.block_layout
+    texts = prompts([12, 30])
+    expected = plain(texts)
+    with engine(folder / "target", drafter_folder) as llm:
+        for number, (name, wrong) in enumerate(MISTAKES.items()):
+
+            def mistaken(*args, wrong=wrong, **kwargs):
+                layout = right(*args, **kwargs)
+                return dataclasses.replace(layout, **{field: change(layout) for field, change in wrong.items()})
+
+            monkeypatch.setattr(proposer, "block_layout", mistaken)
+            requests = named(texts, f"w{number}x")
+            with Recorder(llm, scripted(dict(zip(requests, expected)))) as recorder:
+                done = arrive(llm, requests, TOKENS, every=1)
+            assert [requests[key] + done[key] for key in requests] == expected, name
+            with pytest.raises(AssertionError, match="Draft"):
+                reference.check(recorder, dict(zip(requests, expected)))
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "probabilistic"])

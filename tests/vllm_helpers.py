@@ -37,6 +37,7 @@ DRAFTERS = {
     "markov": {"markov_rank": 8},
     "markov-control": {"markov_rank": 8, "carry": False},
     "markov-reduced": {"markov_rank": 8, "draft_token_ids": torch.tensor(KEPT_IDS)},
+    "markov-whole-vocabulary": {"markov_rank": 4, "draft_token_ids": torch.arange(VOCAB)},
     "dflash-reduced-last-layer": {"draft_token_ids": torch.tensor(KEPT_IDS), "target_layer_ids": [1, 3]},
     "markov-narrow": {
         "markov_rank": 4,

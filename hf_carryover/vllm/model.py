@@ -85,6 +85,8 @@ class CarryoverForVLLM(DFlashQwen3ForCausalLM):
             ValueError: Listing missing and unknown tensors.
         """
         tensors = dict(weights)
+        if not self.reduced:  # a "reduced" vocabulary of all tokens maps each to itself
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
         expected = expected_tensors(self._checkpoint_config())
         missing, unknown = sorted(expected - set(tensors)), sorted(set(tensors) - expected)
         if missing or unknown:
@@ -203,12 +205,16 @@ class CarryoverForVLLM(DFlashQwen3ForCausalLM):
             embeds = torch.where(is_mask.unsqueeze(1), self.mask_token_embedding.to(embeds.dtype), embeds)
         return embeds if self.embed_proj is None else nn.functional.linear(embeds, self.embed_proj)
 
-    def draft_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits `(rows, draft vocabulary)` of final states, in float32, without the Markov bias."""
+    def head_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits `(rows, draft vocabulary)` of final states, without the Markov bias, in the head's dtype."""
         if self.head_proj is not None:
             hidden_states = nn.functional.linear(hidden_states, self.head_proj)
         bias = getattr(self.lm_head, "bias", None)
-        return self.logits_processor(self.lm_head, hidden_states, bias).float()
+        return self.logits_processor(self.lm_head, hidden_states, bias)
+
+    def draft_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[`~CarryoverForVLLM.head_logits`] in float32."""
+        return self.head_logits(hidden_states).float()
 
     def in_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """Draft logits `(rows, draft vocabulary)` over the target's vocabulary, -inf where nothing can be drafted."""
@@ -219,8 +225,11 @@ class CarryoverForVLLM(DFlashQwen3ForCausalLM):
         return full.index_copy_(1, token_ids, logits)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits `(rows, vocab_size)` without the Markov bias, for vLLM's own sampling of DFlash."""
-        return self.in_target_vocabulary(self.draft_logits(hidden_states))
+        """
+        Logits `(rows, vocab_size)` without the Markov bias, for vLLM's own sampling of DFlash, which keeps them in the
+        head's dtype.
+        """
+        return self.in_target_vocabulary(self.head_logits(hidden_states))
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, inputs_embeds: torch.Tensor | None = None
