@@ -17,7 +17,7 @@ from test_bank import losses
 from training_helpers import losses_of, make_trainer, random_rows, weights_of
 from transformers import TrainerCallback
 
-from hf_carryover.training.checkpoints import checkpoint_problem, last_complete_checkpoint
+from hf_carryover.training.checkpoints import checkpoint_problem, discard_incomplete, last_complete_checkpoint
 from hf_carryover.training.files import load_tensors, save_tensors
 
 
@@ -138,6 +138,19 @@ def test_random_states_of_all_processes_are_wanted(run, tmp_path):
     (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
     assert checkpoint_problem(folder) is None
     assert checkpoint_problem(folder, world_size=2) == "`rng_state_1.pth` is missing"
+
+
+def test_shards_of_other_frameworks_are_left_alone(run, tmp_path):
+    """FSDP and DeepSpeed have no `model.safetensors`: their checkpoints are neither refused nor removed."""
+    folder = shutil.copytree(run[0] / "checkpoint-4", tmp_path / "checkpoint-4")
+    (folder / "model.safetensors").unlink()
+    assert checkpoint_problem(folder) == "there is no `model.safetensors`"
+    (folder / "pytorch_model_fsdp_0").mkdir()
+    assert checkpoint_problem(folder) is None
+    assert last_complete_checkpoint(tmp_path) == folder
+    (folder / "config.json").unlink()
+    discard_incomplete(tmp_path)
+    assert folder.exists()
 
 
 # A full disk

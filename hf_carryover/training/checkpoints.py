@@ -32,8 +32,8 @@ def checkpoint_problem(folder: str | Path, world_size: int = 1) -> str | None:
         world_size (`int`, *optional*, defaults to 1): Processes that wrote it, if more than one did.
 
     Returns:
-        `str`: A missing or unfinished file, and `None` for a whole checkpoint. Checkpoints of sharded optimizers
-        (DeepSpeed, FSDP), whose files are their own, are judged by the drafter's files and the trainer's state.
+        `str`: A missing or unfinished file, and `None` for a whole checkpoint. What DeepSpeed and FSDP write into
+        folders of their own is not looked at.
     """
     try:
         return _first_problem(Path(folder), world_size)
@@ -50,7 +50,7 @@ def _first_problem(folder: Path, world_size: int) -> str | None:
         except ValueError as error:
             return f"`{name}` can't be read ({error})"
     weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
+    if not weights and not _is_sharded(folder):
         return "there is no `model.safetensors`"
     for path in weights:
         if not _whole_safetensors(path):
@@ -65,6 +65,11 @@ def _first_problem(folder: Path, world_size: int) -> str | None:
         if missing:
             return f"`rng_state_{missing[0]}.pth` is missing"
     return None
+
+
+def _is_sharded(folder: Path) -> bool:
+    """Whether FSDP or DeepSpeed wrote it: they keep shards in folders of their own, or FSDP one file."""
+    return (folder / "pytorch_model_fsdp.bin").exists() or any(path.is_dir() for path in folder.iterdir())
 
 
 def _whole_safetensors(path: Path) -> bool:
@@ -108,10 +113,12 @@ def last_complete_checkpoint(folder: str | Path, world_size: int = 1) -> Path | 
 def discard_incomplete(folder: str | Path, world_size: int = 1) -> None:
     """
     Remove the checkpoints of a run that are not whole: with `save_total_limit` they would take the places of good
-    ones, and on a full disk the room.
+    ones, and on a full disk the room. What FSDP or DeepSpeed wrote is left for them to judge.
     """
     for path in Path(folder).glob("checkpoint-*"):
-        if path.is_dir() and _FOLDER.fullmatch(path.name) and checkpoint_problem(path, world_size) is not None:
+        if not path.is_dir() or not _FOLDER.fullmatch(path.name) or _is_sharded(path):
+            continue
+        if checkpoint_problem(path, world_size) is not None:
             shutil.rmtree(path, ignore_errors=True)
 
 
