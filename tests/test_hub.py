@@ -28,7 +28,7 @@ from hf_carryover.hub.retry import ATTEMPTS
 NAME = "user/drafter"
 BASE = "user/target"
 CARDS = Path(__file__).parents[1] / "model_cards"
-REPORT = Path(__file__).parents[1] / "bench" / "results" / "smollm2-markov-bf16.json"
+REPORT = Path(__file__).parents[1] / "bench" / "results" / "smollm2-bench.json"
 
 
 @pytest.fixture
@@ -514,7 +514,7 @@ def test_card_of_a_converted_drafter(tmp_path, target):
 def test_shipped_records_can_be_read():
     folder = Path(__file__).parents[1] / "model_cards" / "smollm2-135m-markov-carryover"
     run = Run.read(folder)
-    assert run.steps == 240 and run.seconds > 0
+    assert run.steps == 300 and run.seconds > 0
     assert run.command().startswith("hf-carryover train --target TARGET --recordings RECORDINGS")
     with pytest.raises(ValueError, match=r"is no training run: it has no `training\.json`"):
         Run.read(folder.parent)
@@ -530,7 +530,7 @@ def test_what_is_no_report(drafter, tmp_path, content, message):
         path.write_text(content)
     with pytest.raises(ValueError, match=message):
         card_of(drafter, report=path)
-    with pytest.raises(ValueError, match="The report has no system 'mine', only baseline, control, carryover"):
+    with pytest.raises(ValueError, match="The report has no system 'mine', only baseline, control, carryover, prompt_lookup"):
         card_of(drafter, report=REPORT, system="mine")
 
 

@@ -139,13 +139,13 @@ def test_distribution_with_many_draws(options, drafter_options):
 @pytest.mark.slow
 def test_wrong_q_is_detected(monkeypatch):
     """The test above has the power it needs: logits that are not those drawn from, as R3 reports them, fail it."""
-    original = CarryoverCandidateGenerator._draw_processed
+    original = CarryoverCandidateGenerator.draw_processed
 
     def flattened(self, input_ids, base):
         candidates, logits = original(self, input_ids, base)
         return candidates, None if logits is None else logits * 0.5
 
-    monkeypatch.setattr(CarryoverCandidateGenerator, "_draw_processed", flattened)
+    monkeypatch.setattr(CarryoverCandidateGenerator, "draw_processed", flattened)
     with pytest.raises(AssertionError):
         check_distribution(soft_drafter(markov_rank=2), {}, draws=2000)
 
@@ -169,7 +169,7 @@ def test_returned_logits_are_those_drawn_from(rank, reduced):
     base = torch.randn(8, 3 if reduced else V, generator=torch.Generator().manual_seed(0))
     for seed in range(20):
         torch.manual_seed(seed)
-        candidates, logits = generator._draw_processed(PROMPT, base.clone())
+        candidates, logits = generator.draw_processed(PROMPT, base.clone())
         assert isinstance(generator, CandidateGenerator) and logits.dtype == torch.float32
         torch.manual_seed(seed)
         q = logits.softmax(dim=-1)[0]
@@ -186,7 +186,7 @@ def test_markov_bias_follows_the_drawn_token():
     generator = make_generator(drafter)
     base = torch.randn(4, 3)
     torch.manual_seed(0)
-    candidates, logits = generator._draw_processed(PROMPT, base.clone())
+    candidates, logits = generator.draw_processed(PROMPT, base.clone())
     previous = candidates[0, PROMPT.shape[1] - 1 : -1]
     head = drafter.markov_head
     want = base + head.markov_w1.weight[previous] @ head.markov_w2.weight.T
@@ -197,7 +197,7 @@ def test_argmax_drafting_returns_a_one_point_distribution():
     """R4: proposals are the likeliest tokens, and `q` says so."""
     drafter = soft_drafter(block_size=3, draft_sampling="argmax")
     base = torch.tensor([[0.0, 3, 0, 0, 0, 0], [5, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1]])
-    candidates, logits = make_generator(drafter)._draw_processed(PROMPT, base)
+    candidates, logits = make_generator(drafter).draw_processed(PROMPT, base)
     assert candidates[0, PROMPT.shape[1] :].tolist() == [1, 0, 5]
     assert logits.softmax(dim=-1)[0].tolist() == torch.eye(V)[[1, 0, 5]].tolist()
 
@@ -237,9 +237,9 @@ def test_block_ends_where_nothing_can_be_drawn():
     drafter = soft_drafter(block_size=4)
     base = torch.zeros(4, V)
     base[2] = float("nan")
-    candidates, logits = make_generator(drafter)._draw_processed(PROMPT, base)
+    candidates, logits = make_generator(drafter).draw_processed(PROMPT, base)
     assert candidates.shape[1] == PROMPT.shape[1] + 2
     assert logits.shape == (1, 2, V)
-    candidates, logits = make_generator(drafter)._draw_processed(PROMPT, torch.full((4, V), float("nan")))
+    candidates, logits = make_generator(drafter).draw_processed(PROMPT, torch.full((4, V), float("nan")))
     assert candidates.tolist() == PROMPT.tolist()
     assert logits is None
