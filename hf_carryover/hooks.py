@@ -168,7 +168,7 @@ def _wrap_assisted_decoding(original):
             return original(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
         _refuse_inputs(self, input_ids, kwargs)
         if input_ids.shape[0] > 1:
-            return batch_decoding(self, input_ids, assistant_model, *args, **kwargs)
+            return batch_decoding(self, input_ids, unwrap_target(assistant_model), *args, **kwargs)
         kwargs.update(
             watch_stopping_criteria(
                 input_ids, kwargs["generation_config"], kwargs["stopping_criteria"], kwargs["logits_processor"]

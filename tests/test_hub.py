@@ -530,7 +530,9 @@ def test_what_is_no_report(drafter, tmp_path, content, message):
         path.write_text(content)
     with pytest.raises(ValueError, match=message):
         card_of(drafter, report=path)
-    with pytest.raises(ValueError, match="The report has no system 'mine', only baseline, control, carryover, prompt_lookup"):
+    with pytest.raises(
+        ValueError, match="The report has no system 'mine', only baseline, control, carryover, prompt_lookup"
+    ):
         card_of(drafter, report=REPORT, system="mine")
 
 

@@ -102,13 +102,14 @@ def assisted(target, ids, drafter, **options):
 def record_proposals(drafter, monkeypatch) -> list[list[int]]:
     """A list that grows by the proposals of each round, from now on."""
     from hf_carryover.generation import CarryoverCandidateGenerator
+    from hf_carryover.target import unwrap_target
 
     rounds: list[list[int]] = []
     original = CarryoverCandidateGenerator._propose
 
     def _propose(self, input_ids, limit):
         candidates, logits = original(self, input_ids, limit)
-        if self.drafter is drafter:
+        if self.drafter is unwrap_target(drafter):  # PEFT may have wrapped it
             rounds.append(candidates[0, input_ids.shape[1] :].tolist())
         return candidates, logits
 

@@ -24,7 +24,7 @@ def find_loader(name, hub: dict):
         return None
     try:
         config, _ = PreTrainedConfig.get_config_dict(name, **hub)
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, AttributeError):  # the last two: JSON, but no object
         config = {}
     if not config:  # none there, or that of an adapter's folder
         folder = find_adapter(name, hub)
