@@ -242,7 +242,7 @@ def _check_same_adapter(remote: _Remote, drafter: CarryoverDrafter) -> None:
 
 def _fetch(remote: _Remote, name: str) -> Path:
     """A file of the repository as it was before the push."""
-    arguments = {"revision": remote.head, "token": remote.api.token, "endpoint": remote.api.endpoint}
+    arguments: dict[str, Any] = {"revision": remote.head, "token": remote.api.token, "endpoint": remote.api.endpoint}
     return Path(with_retries(lambda: hf_hub_download(remote.repo_id, name, **arguments), f"Reading {name}"))
 
 
