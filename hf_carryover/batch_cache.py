@@ -10,7 +10,8 @@ from .modeling_carryover import CarryoverAttention, CarryoverDrafter
 
 class BatchCache:
     """
-    [`~hf_carryover.CarryoverCache`] for a batch: committed rows, carried rows and block of every sequence, in place.
+    [`~hf_carryover.modeling_carryover.CarryoverCache`] for a batch: committed rows, carried rows and block of every
+    sequence, in place.
 
     Slot `s` of a sequence holds position `s`; its verified window is written at slot `committed`, the block behind the
     carried rows. Sequences advance by different numbers of tokens, so every write says its slots; one slot behind the
