@@ -113,8 +113,9 @@ def test_server_streams_32_at_once_and_shuts_down(server):
     assert counted["num_drafts"] > 32
     assert 0 < counted["num_accepted_tokens"] < counted["num_draft_tokens"]
     assert counted["num_carried_rows"] == counted["num_draft_tokens"] - counted["num_accepted_tokens"]
-    assert server.shut_down() == 0, server.log.read_text()[-4000:]
+    # Before the end: on SIGTERM vLLM's own engine process may go first, which its server then logs with a traceback.
     assert "Traceback" not in server.log.read_text()
+    assert server.shut_down() == 0, server.log.read_text()[-4000:]
 
 
 def stream(client, question: str, tokens: int) -> list[str]:
