@@ -80,8 +80,8 @@ def test_a_delay_shows_in_its_own_column(phase, owner, name, models, monkeypatch
 
 @pytest.mark.compat
 def test_the_sum_is_the_wall_time(models):
-    """With the real clock, of the best of a few runs: another process may take the core between two readings."""
-    runs = [measure(models) for _ in range(5)]
+    """With the real clock, of the best of some runs: another process may take the core between two readings."""
+    runs = [measure(models) for _ in range(12)]
     gaps = [abs(sum(run["phases"].values()) / run["decode_ms"] - 1) for run in runs]
     assert min(gaps) < 0.02
 
@@ -97,13 +97,13 @@ def test_the_parts_are_all_there_and_prefill_is_none_of_them(models, monkeypatch
 
     def slow_prefill(*args, **kwargs):
         if kwargs["input_ids"].shape[1] == 12:
-            time.sleep(0.3)
+            time.sleep(1.0)
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(target, "forward", slow_prefill)
     slow = measure(models)
-    assert slow["prefill_ms"] > 300
-    assert sum(slow["phases"].values()) < 300
+    assert slow["prefill_ms"] > 1000
+    assert sum(slow["phases"].values()) < 1000
 
 
 @pytest.mark.compat
@@ -122,7 +122,12 @@ def test_nothing_is_split_outside_and_nothing_stays_behind(models):
 
 
 @pytest.mark.compat
-def test_sampling_is_split_too(models):
+def test_sampling_is_split_too(models, monkeypatch):
     target, drafter = models
+    clock = Clock()
+    for module in (timing, systems, generation):
+        monkeypatch.setattr(module, "time", clock)
+    delayed(monkeypatch, target, "forward", clock, 0.25)
     numbers = System("ours", drafter).generate(target, PROMPT, 12, temperature=1.0, seed=3)
-    assert sum(numbers["phases"].values()) == pytest.approx(numbers["decode_ms"], rel=0.1)
+    assert numbers["phases"]["target"] == pytest.approx(250.0 * numbers["rounds"])
+    assert sum(numbers["phases"].values()) == pytest.approx(numbers["decode_ms"])
