@@ -24,9 +24,7 @@ from hf_carryover.evaluation.bootstrap import median_estimate
 from hf_carryover.evaluation.machine import describe_machine, provenance, weights_digest
 from hf_carryover.evaluation.prompts import load_items
 from hf_carryover.evaluation.replay_command import named
-
-
-PLAIN = "plain"
+from hf_carryover.evaluation.systems import PLAIN
 
 
 def batches(prompts: list[list[int]], size: int, pad: int, device) -> list[dict]:
@@ -83,10 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, folder in folders.items():
         drafters[name] = CarryoverDrafter.from_pretrained(folder, dtype=dtype).eval().to(options.device)
     items = load_items(options.prompts, -(-options.num_prompts // 8))[: options.num_prompts]
-    prompts = [
-        encode(tokenizer, [{"role": "user", "content": item.turns[0]}], item.tools, "cpu")["input_ids"][0].tolist()
-        for item in items
-    ]
+    prompts = [encode(tokenizer, item.segments[0], item.tools, "cpu")["input_ids"][0].tolist() for item in items]
     pad = tokenizer.pad_token_id or 0
     times: dict = {name: {size: [] for size in options.sizes} for name in drafters}
     taus: dict = {name: {} for name in drafters}

@@ -30,11 +30,9 @@ from hf_carryover.demo import encode
 from hf_carryover.evaluation.bootstrap import PairedBootstrap, ratio
 from hf_carryover.evaluation.machine import describe_machine
 from hf_carryover.evaluation.prompts import Item, load_items
+from hf_carryover.evaluation.systems import PLAIN
 
 from .vllm_server import Server
-
-
-PLAIN = "plain"
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -269,9 +267,7 @@ def main(argv: list[str] | None = None) -> None:
     items = load_items(options.prompts, options.num_prompts)
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     encoded = {
-        (item.set, item.name): encode(tokenizer, [{"role": "user", "content": item.turns[0]}], item.tools, "cpu")[
-            "input_ids"
-        ][0].tolist()
+        (item.set, item.name): encode(tokenizer, item.segments[0], item.tools, "cpu")["input_ids"][0].tolist()
         for item in items
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)

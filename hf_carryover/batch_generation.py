@@ -32,7 +32,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput, _speculative_sampling
 
 from .batch_cache import BatchCache
-from .generation import CarryoverCandidateGenerator, GenerationReport
+from .generation import CarryoverCandidateGenerator, GenerationReport, cached_tokens
 from .modeling_carryover import CarryoverDrafter
 from .target import gather_features, text_config
 
@@ -60,13 +60,12 @@ def refuse_batch(target: PreTrainedModel, input_ids: torch.LongTensor, kwargs: d
         kwargs (`dict`): What the decoding loop was called with.
     """
     config: GenerationConfig = kwargs["generation_config"]
-    cache = kwargs.get("past_key_values")
     processors = kwargs.get("logits_processor") or []
     text = text_config(target)
     known = set(inspect.signature(target.forward).parameters)
     reasons = {
         "a streamer": kwargs.get("streamer") is not None,
-        "continued `past_key_values`": cache is not None and cache.get_seq_length() > 0,
+        "continued `past_key_values`": cached_tokens(kwargs) > 0,
         "`assistant_ensemble_weight`": config.assistant_ensemble_weight is not None,
         "`prefix_allowed_tokens_fn`": any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in processors),
         "synced GPUs": bool(kwargs.get("synced_gpus")),

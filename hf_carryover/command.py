@@ -8,9 +8,13 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
-from transformers.hf_argparser import string_to_bool
+from transformers.hf_argparser import HfArgumentParser, string_to_bool
+
+
+T = TypeVar("T")
 
 
 def config_flags(path: str | Path) -> list[str]:
@@ -86,6 +90,19 @@ def run_command(work: Callable[[list[str]], int | None], argv: list[str] | None)
         return 2
 
 
+def parse_dataclass(kind: type[T], argv: list[str], description: str | None) -> T:
+    """
+    Flags as an instance of a dataclass, whose fields they are; a mistake is one line, --help lists them all.
+
+    Raises:
+        ValueError: From the dataclass, for values that do not go together.
+    """
+    parser = HfArgumentParser(kind, description=description, allow_abbrev=False)  # a typo is no abbreviation
+    parser.error = lambda message: parser.exit(2, f"error: {message} (--help lists the flags)\n")
+    (arguments,) = parser.parse_args_into_dataclasses(argv)
+    return arguments
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, and which takes no abbreviations: a typo is none."""
 
@@ -102,4 +119,4 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (--help lists the flags)\n")
 
 
-__all__ = ["Parser", "add_switch", "config_flags", "expand_config", "run_command"]
+__all__ = ["Parser", "add_switch", "config_flags", "expand_config", "parse_dataclass", "run_command"]

@@ -245,10 +245,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         first form plain decoding feeds the columns that the cache lacks, while the assisted loop of transformers 5.19
         to 5.23 feeds all of them a second time. The overrides, which the loop puts over what it prepared, mend that.
         """
-        # Found by what it is: its name is `past_key_values` up to transformers 5.23, and `cache` from 5.24 on.
-        cache = next((value for value in model_kwargs.values() if isinstance(value, Cache)), None)
-        length = input_ids.shape[1]
-        past = 0 if cache is None else int(cache.get_seq_length())
+        length, past = input_ids.shape[1], cached_tokens(model_kwargs)
         if past == 0:
             return
         if self.mask_length != length:
@@ -400,6 +397,13 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             kept.append(scores)
         logits = torch.stack(kept, dim=1) if kept and self.needs_logits else None
         return candidates, logits
+
+
+def cached_tokens(model_kwargs: dict) -> int:
+    """Tokens in the target's cache that a call continues."""
+    # Found by what it is: its name is `past_key_values` up to transformers 5.23, and `cache` from 5.24 on.
+    cache = next((value for value in model_kwargs.values() if isinstance(value, Cache)), None)
+    return 0 if cache is None else int(cache.get_seq_length())
 
 
 def _proposals_per_round(drafter: CarryoverDrafter, generation_config: GenerationConfig) -> int:

@@ -81,6 +81,36 @@ def head_parameters(target: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor
     return head.weight, getattr(head, "bias", None)
 
 
+def check_shapes(config: CarryoverConfig, target: Any, name: str = "") -> None:
+    """
+    Check that a drafter has the shapes of a target.
+
+    Args:
+        config ([`CarryoverConfig`]): Of the drafter.
+        target (`PreTrainedConfig`): Config of the target's language model.
+        name (`str`, *optional*): What to call the target, with a space before.
+
+    Raises:
+        ValueError: With both values, when vocabulary, hidden size, depth or layer ids do not fit.
+    """
+    pairs = (
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("target_hidden_size", config.target_hidden_size, target.hidden_size),
+        ("num_target_layers", config.num_target_layers, target.num_hidden_layers),
+    )
+    for key, ours, theirs in pairs:
+        if ours is not None and ours != theirs:
+            raise ValueError(
+                f"The drafter does not fit the target{name}: drafter `{key}` is {ours}, the target has {theirs}. Use "
+                "a drafter trained for this target."
+            )
+    if config.target_layer_ids[-1] >= target.num_hidden_layers:  # a converted drafter may not know the depth
+        raise ValueError(
+            f"The drafter does not fit the target{name}: it reads layers {config.target_layer_ids} "
+            f"(`target_layer_ids`), the target has {target.num_hidden_layers}. Use one trained for this target."
+        )
+
+
 def check_fit(drafter: CarryoverDrafter, target: nn.Module, tokenizer=None) -> None:
     """
     Check that a drafter was made for a target, before any forward pass.
@@ -97,22 +127,7 @@ def check_fit(drafter: CarryoverDrafter, target: nn.Module, tokenizer=None) -> N
     expected = text_config(target)
     if getattr(target.config, "is_encoder_decoder", False):
         raise ValueError(f"A Carryover drafter needs a decoder-only target, got {type(target).__name__}.")
-    pairs = (
-        ("vocab_size", config.vocab_size, expected.vocab_size),
-        ("target_hidden_size", config.target_hidden_size, expected.hidden_size),
-        ("num_target_layers", config.num_target_layers, expected.num_hidden_layers),
-    )
-    for name, ours, theirs in pairs:
-        if ours is not None and ours != theirs:
-            raise ValueError(
-                f"The drafter does not fit the target {type(target).__name__}: drafter `{name}` is {ours}, the "
-                f"target has {theirs}. Use a drafter trained for this target."
-            )
-    if config.target_layer_ids[-1] >= expected.num_hidden_layers:  # a converted drafter may not know the depth
-        raise ValueError(
-            f"The drafter does not fit the target {type(target).__name__}: it reads layers {config.target_layer_ids} "
-            f"(`target_layer_ids`), the target has {expected.num_hidden_layers}. Use one trained for this target."
-        )
+    check_shapes(config, expected, f" {type(target).__name__}")
     weight, _ = head_parameters(target)
     if weight.shape[-1] != config.target_hidden_size:
         raise ValueError(

@@ -278,6 +278,9 @@ def main(argv: list[str] | None = None) -> int:
         trainer.drafter.to(getattr(torch, arguments.save_dtype)).save_pretrained(output / "drafter")
         tokenizer.save_pretrained(output / "drafter")
         write_record(output, arguments, args, trainer, metrics)
+    # Threads of a process group that is left open abort a process that ends before the others.
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
     return 0
 
 

@@ -91,7 +91,7 @@ def test_replay_command(tmp_path, capsys):
     [
         (["--recordings", "x", "--drafter", "a=b"], "--recordings 'x': expected NAME=DIR"),
         (["--recordings", "x=y", "--drafter", "a=b", "a=c"], "--drafter 'a=c': expected NAME=DIR with a name"),
-        (["--recordings", "x=y", "--drafter", "a=b", "--dtype", "bf16"], "--dtype must be float32, bfloat16"),
+        (["--recordings", "x=y", "--drafter", "a=b", "--dtype", "bf16"], "--dtype must be one of float32, bfloat16"),
     ],
 )  # fmt: skip
 def test_replay_command_mistakes(capsys, arguments, message):

@@ -162,6 +162,12 @@ class TestFirstDrafter:
         assert not torch.equal(own.positions, seen["blocks"].positions)
         assert found.sum() > 0
 
+    def test_another_layout_is_another_bank(self, target, tmp_path):
+        """Same weights, other blocks: their first drafts must not be taken for each other's."""
+        losses(self.trainer(target, tmp_path, tiny_drafter(target)))
+        losses(self.trainer(target, tmp_path, tiny_drafter(target, block_attention="causal")))
+        assert len(list((tmp_path / "bank").rglob("*.safetensors"))) == 2 * len(ROWS)
+
     def test_another_kind_of_drafter_is_refused(self, target, tmp_path):
         tiny_drafter(target, block_size=3).save_pretrained(tmp_path / "three")
         with pytest.raises(ValueError, match="`first_drafter` has `block_size` 3, the trained drafter 4"):

@@ -278,7 +278,17 @@ def test_reports_and_return_dict():
     assert report.tau == pytest.approx(2 * (NEW - 1) / report.rounds)
 
 
+def continued_cache():
+    """A cache that holds something, under whatever name `generate` hands it on."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    cache.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), 0)
+    return cache
+
+
 REFUSED = {
+    "cache": ({"past_key_values": continued_cache()}, "continued `past_key_values`"),
     "streamer": ({"streamer": type("Streamer", (), {"put": lambda *a: None, "end": lambda *a: None})()}, "a streamer"),
     "scores": ({"return_dict_in_generate": True, "output_scores": True}, "`output_scores`"),
     "prefix": ({"prefix_allowed_tokens_fn": lambda batch_id, ids: [1, 2]}, "`prefix_allowed_tokens_fn`"),

@@ -27,7 +27,8 @@ def evaluation(target):
 
 
 def items(count):
-    return [Item("qa", f"q{i}", [f"{5 + i} 6 7", "8"]) for i in range(count)]
+    turns = [[f"{5 + i} 6 7", "8"] for i in range(count)]
+    return [Item("qa", f"q{i}", [[{"role": "user", "content": text}] for text in turns[i]]) for i in range(count)]
 
 
 def silent(line):

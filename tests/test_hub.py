@@ -522,7 +522,7 @@ def test_shipped_records_can_be_read():
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{}", "is no report of `hf-carryover bench`: it has no `summary`"), (None, "does not exist")],
+    [("{}", "is not a report of `hf-carryover bench`: it has no schema_version"), (None, "does not exist")],
 )
 def test_what_is_no_report(drafter, tmp_path, content, message):
     path = tmp_path / "report.json"

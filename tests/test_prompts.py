@@ -17,44 +17,49 @@ def write(path, *records):
     return path
 
 
+def user(*texts):
+    """Segments of user messages alone."""
+    return [[{"role": "user", "content": text}] for text in texts]
+
+
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
         # Spec-Bench, question.jsonl: MT-Bench's categories are one set, others are their own.
         (
             {"question_id": 81, "category": "writing", "turns": ["a", "b"], "reference": []},
-            Item("mt_bench", "81", ["a", "b"]),
+            Item("mt_bench", "81", user("a", "b")),
         ),
-        ({"question_id": 5, "category": "translation", "turns": ["a"]}, Item("translation", "5", ["a"])),
+        ({"question_id": 5, "category": "translation", "turns": ["a"]}, Item("translation", "5", user("a"))),
         # HumanEval as published.
         (
             {"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "", "test": "", "entry_point": "f"},
-            Item("file", "HumanEval/0", ["def f():"]),
+            Item("file", "HumanEval/0", user("def f():")),
         ),
-        ({"turns": ["a"]}, Item("file", "file-1", ["a"])),
-        ({"question": "a"}, Item("file", "file-1", ["a"])),
-        # Chats, in both spellings; the answers in them are not asked.
+        ({"id": 7, "question": "a"}, Item("file", "7", user("a"))),
+        # Chats, in both spellings; the answers in them are not asked, the system message is kept.
         (
             {
+                "id": "c",
                 "messages": [
                     {"role": "system", "content": "s"},
                     {"role": "user", "content": "a"},
                     {"role": "assistant", "content": "x"},
                     {"role": "user", "content": "b"},
-                ]
+                ],
             },
-            Item("file", "file-1", ["a", "b"], system="s"),
+            Item("file", "c", [[{"role": "system", "content": "s"}, *user("a")[0]], *user("b")]),
         ),
         (
             {"id": 0, "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "x"}]},
-            Item("file", "0", ["a"]),
+            Item("file", "0", user("a")),
         ),
         (
             {"id": "t", "turns": ["a"], "tools": [TOOL]},
             Item(
                 "file",
                 "t",
-                ["a"],
+                user("a"),
                 [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}],
             ),
         ),
@@ -64,17 +69,22 @@ def test_formats(record, expected, tmp_path):
     assert read_prompts(write(tmp_path / "file.jsonl", record)) == [expected]
 
 
+def test_unnamed_prompts_have_names_of_their_own(tmp_path):
+    items = read_prompts(write(tmp_path / "file.jsonl", {"turns": ["a"]}, {"turns": ["b"]}))
+    assert [item.segments for item in items] == [user("a"), user("b")]
+    assert len({item.name for item in items}) == 2
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"turns": ["a"]}\n{"turns": ', r"f\.jsonl, line 2 is not JSON"),
-        ("[1]", r"f\.jsonl, line 1 holds list, expected an object"),
-        ('{"text": "a"}', r"line 1 has the fields \['text'\], expected one of turns, messages, conversations, prompt"),
-        ('{"turns": []}', r"line 1 needs user messages, a non-empty list of texts, got \[\]"),
-        ('{"turns": "a"}', r"needs user messages, a non-empty list of texts, got 'a'"),
-        ('{"prompt": 3}', r"got \[3\]"),
-        ('{"messages": [{"role": "system", "content": "s"}]}', r"needs user messages"),
-        ('{"messages": "a"}', r"needs a chat, a list of messages, got 'a'"),
+        ('{"turns": ["a"]}\n{"turns": ', r"f\.jsonl, line 2: not a JSON object"),
+        ("[1]", r"f\.jsonl, line 1: got list, expected a JSON object"),
+        ('{"text": "a"}', r"line 1: no prompt among the columns \['text'\]; expected one of \['messages', "),
+        ('{"turns": []}', r"line 1: 'turns' is \[\], expected a non-empty list"),
+        ('{"prompt": 3}', r"line 1: 'prompt' is 3, expected a non-empty list"),
+        ('{"messages": [{"role": "system", "content": "s"}]}', r"line 1: 'messages' has no user turn to answer"),
+        ('{"messages": ["a", {"role": "user", "content": "b"}]}', r"expected an object with role and content"),
         ("\n\n", r"f\.jsonl holds no prompts"),
     ],
 )

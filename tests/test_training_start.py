@@ -57,27 +57,22 @@ def test_a_fresh_markov_head_changes_nothing():
     assert drafter.mask_embedding.std().item() == pytest.approx(0.02, rel=0.5)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.25])
-def test_learning_rate_of_fc(target, tmp_path, scale):
-    """One Adam step from zero moments moves every weight by its learning rate."""
-    drafter = tiny_drafter(target, block_size=3, carry=False)
-    trainer = make_trainer(
-        target,
-        drafter,
-        tmp_path,
-        random_rows([20, 24]),
-        max_steps=1,
-        learning_rate=0.01,
-        warmup_steps=0,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        fc_learning_rate_scale=scale,
-    )
+def moved_by_one_step(target, drafter, folder, names, **kwargs):
+    """How far one Adam step from zero moments at 0.01 moves the weights `names`: each by its learning rate."""
+    values = {"learning_rate": 0.01, "warmup_steps": 0, "lr_scheduler_type": "constant", "weight_decay": 0.0}
+    trainer = make_trainer(target, drafter, folder, random_rows([20, 24]), max_steps=1, **values, **kwargs)
     before = weights_of(drafter)
     trainer.train()
     after = weights_of(drafter)
-    moved = {name: (after[name] - before[name]).abs().max().item() for name in ("fc.weight", "norm.weight")}
-    assert moved == pytest.approx({"fc.weight": 0.01 * scale, "norm.weight": 0.01}, rel=1e-3)
+    return {name: (after[name] - before[name]).abs().max().item() for name in names}
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_learning_rate_of_fc(target, tmp_path, scale):
+    drafter = tiny_drafter(target, block_size=3, carry=False)
+    expected = {"fc.weight": 0.01 * scale, "norm.weight": 0.01}
+    moved = moved_by_one_step(target, drafter, tmp_path, expected, fc_learning_rate_scale=scale)
+    assert moved == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("muon", [False, True])
@@ -85,32 +80,14 @@ def test_learning_rate_of_fc(target, tmp_path, scale):
 def test_learning_rate_of_what_carried_rows_use(target, tmp_path, scale, rest, muon):
     """`e` and the map of carried tokens alone are scaled, whatever else is, and also beside Muon."""
     drafter = tiny_drafter(target, block_size=3, carry_from="states_and_predictions")
-    trainer = make_trainer(
-        target,
-        drafter,
-        tmp_path,
-        random_rows([20, 24]),
-        max_steps=1,
-        learning_rate=0.01,
-        warmup_steps=0,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        carry_learning_rate_scale=scale,
-        fc_learning_rate_scale=rest,
-        muon=muon,
-    )
-    before = weights_of(drafter)
-    trainer.train()
-    after = weights_of(drafter)
     # A step of the map moves what it makes of a mean embedding as far as a step of `e` moves `e`.
     reach = float(target.get_input_embeddings().weight.detach().abs().sum(dim=-1).mean())
-    expected = {
-        "carry_embedding": scale,
-        "carry_proj.weight": 1.0 if scale == 1.0 else scale / reach,
-        "fc.weight": rest,
-        "norm.weight": 1.0,
-    }
-    moved = {name: (after[name] - before[name]).abs().max().item() for name in expected}
+    mapped = 1.0 if scale == 1.0 else scale / reach
+    expected = {"carry_embedding": scale, "carry_proj.weight": mapped, "fc.weight": rest, "norm.weight": 1.0}
+    moved = moved_by_one_step(
+        target, drafter, tmp_path, expected,
+        carry_learning_rate_scale=scale, fc_learning_rate_scale=rest, muon=muon,
+    )  # fmt: skip
     assert moved == pytest.approx({name: 0.01 * factor for name, factor in expected.items()}, rel=1e-3)
 
 

@@ -80,7 +80,9 @@ def test_report_has_both_tables():
 
 
 def test_prompts_are_mixed_set_by_set_and_systems_take_turns():
-    items = [Item(name, str(i), turns=["?"]) for name in ("a", "b") for i in range(2)]
+    items = [
+        Item(name, str(i), segments=[[{"role": "user", "content": "?"}]]) for name in ("a", "b") for i in range(2)
+    ]
     assert [item.set + item.name for item in bench.mix(items, 5)] == ["a0", "b0", "a1", "b1", "a0"]
     assert bench.rotated(SYSTEMS, 4) == ["control", "carryover", "plain"]
 

@@ -19,24 +19,23 @@ Everything is measured along recorded responses of the target, which a lossless 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import HfArgumentParser
 from transformers.utils import logging
 
+from ..command import parse_dataclass, run_command
 from ..demo import DEFAULT_DRAFTERS, encode
 from ..modeling_carryover import CarryoverDrafter
+from ..train import DTYPES
 from ..training.loading import load_recordings
 from .acceptance import Acceptance
 from .analysis import MatchedAnchors, Reconvergence, choose_recordings
 from .analysis_report import draw, markdown
 from .attention import AttentionShare
-from .bench_command import DTYPES, load_target
+from .bench_command import load_target
 from .correlation import correlate
 from .machine import describe_machine, provenance, weights_digest
 from .overhead import measure_overhead
@@ -102,9 +101,7 @@ def answer(args: AnalyzeArguments, target, tokenizer) -> list[dict]:
     prompts = args.prompts or [str(Path(__file__).parents[1] / "demo_prompts.jsonl")]
     rows = []
     for number, item in enumerate(tqdm(load_items(prompts, args.num_prompts), desc="answers", unit="prompt")):
-        messages = [{"role": "system", "content": item.system}] if item.system else []
-        messages.append({"role": "user", "content": item.turns[0]})
-        inputs = encode(tokenizer, messages, item.tools, target.device)
+        inputs = encode(tokenizer, item.segments[0], item.tools, target.device)
         output = target.generate(**inputs, do_sample=False, max_new_tokens=args.max_new_tokens)
         prompt = inputs["input_ids"][0].tolist()
         rows.append(
@@ -209,21 +206,17 @@ def run(args: AnalyzeArguments) -> dict:
     return report
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Entry point of the command; returns its exit code."""
-    parser = HfArgumentParser(AnalyzeArguments, description=__doc__, allow_abbrev=False)
-    parser.error = lambda message: parser.exit(2, f"error: {message} (--help lists the flags)\n")
+
+    def work(arguments: list[str]) -> None:
+        args = parse_dataclass(AnalyzeArguments, arguments, __doc__)
+        print("\n" + markdown(run(args)))
+        print(f"{args.output}: analysis.json, analysis.md, view.html and, with matplotlib, three figures.")
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    try:
-        (args,) = parser.parse_args_into_dataclasses(argv)
-        report = run(args)
-    except (ValueError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    print("\n" + markdown(report))
-    print(f"{args.output}: analysis.json, analysis.md, view.html and, with matplotlib, three figures.")
-    return 0
+    return run_command(work, argv)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ The exit code is 1 when a greedy output differs from plain decoding without bein
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,12 +22,14 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from ..command import parse_dataclass, run_command
 from ..demo import DEFAULT_DRAFTERS
 from ..modeling_carryover import CarryoverDrafter
 from ..smollm2 import load_smollm2
+from ..train import DTYPES
 from ..training.loading import load_recordings, split_recordings
 from .benchmark import Evaluation, failures
 from .figures import draw_figures
@@ -44,7 +45,6 @@ from .systems import System, peer
 # `--quick`: what it sets where nothing else is asked for, and seconds after which it begins no further prompt.
 QUICK = {"max_new_tokens": 48, "num_prompts": 8}
 QUICK_SECONDS = 90.0
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass
@@ -206,22 +206,19 @@ def run(args: BenchArguments) -> tuple[dict, list[str]]:
     return report, failures(records)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Entry point of the command; returns its exit code."""
-    parser = HfArgumentParser(BenchArguments, description=__doc__, allow_abbrev=False)
-    parser.error = lambda message: parser.exit(2, f"error: {message} (--help lists the flags)\n")
+
+    def work(arguments: list[str]) -> int:
+        report, wrong = run(parse_dataclass(BenchArguments, arguments, __doc__))
+        print("\n" + markdown(report))
+        for line in wrong:
+            print(f"DIFFERENT FROM PLAIN: {line}")
+        return 1 if wrong else 0
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    try:
-        (args,) = parser.parse_args_into_dataclasses(argv)
-        report, wrong = run(args)
-    except (ValueError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    print("\n" + markdown(report))
-    for line in wrong:
-        print(f"DIFFERENT FROM PLAIN: {line}")
-    return 1 if wrong else 0
+    return run_command(work, argv)
 
 
 if __name__ == "__main__":

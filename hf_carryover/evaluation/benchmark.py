@@ -102,7 +102,7 @@ class Evaluation:
     def _run_item(self, item: Item, seed: int, journal: Journal, log, shift: int) -> list[dict]:
         """Records of all turns of one prompt."""
         records: list[dict] = []
-        messages = [{"role": "system", "content": item.system}] if item.system else []
+        messages: list[dict] = []
         for turn in range(min(item.num_turns, self.max_turns)):
             inputs = self._inputs(item, turn, messages)
             head = {"set": item.set, "prompt": item.name, "turn": turn, "seed": seed}
@@ -111,18 +111,18 @@ class Evaluation:
                 journal.add({**head, "prompt_tokens": inputs["input_ids"].shape[1], "systems": systems})
                 log(progress(journal.records[journal.key(head)]))
             records.append(journal.records[journal.key(head)])
-            if item.turns is not None:
+            if item.segments is not None:
                 answer = records[-1]["systems"][PLAIN]["token_ids"]
                 text = self.tokenizer.decode(answer, skip_special_tokens=True)
                 messages.append({"role": "assistant", "content": text})
         return records
 
     def _inputs(self, item: Item, turn: int, messages: list[dict]) -> dict[str, torch.Tensor]:
-        """Token ids and mask of the conversation so far; the user's message is appended to `messages`."""
-        if item.turns is None:
+        """Token ids and mask of the conversation so far; its next messages are appended to `messages`."""
+        if item.segments is None:
             input_ids = torch.tensor([item.prompt_ids], device=self.target.device)
             return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
-        messages.append({"role": "user", "content": item.turns[turn]})
+        messages += item.segments[turn]
         return dict(encode(self.tokenizer, messages, item.tools, self.target.device))
 
     def _run_systems(self, inputs: dict, seed: int, shift: int) -> dict[str, dict]:

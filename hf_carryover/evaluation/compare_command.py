@@ -12,12 +12,11 @@ interleaved: trust their ratio as far as you trust the machine to have been the 
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from ..command import Parser, run_command
 from .bootstrap import PairedBootstrap, ratio
 from .report_file import read_report
 from .summary import ALL, MEAN, PLAIN, Table, cell, markdown, pipe_table
@@ -131,27 +130,23 @@ def comparison_text(before: dict, after: dict) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Entry point of the command; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="hf-carryover report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("reports", nargs="+", metavar="REPORT.json", help="one to show, two to compare")
-    parser.add_argument("--output", metavar="FILE.md", help="also write it to a file")
-    options = parser.parse_args(argv)
-    if len(options.reports) > 2:
-        parser.error(f"takes one report or two, got {len(options.reports)}")
-    try:
+
+    def work(arguments: list[str]) -> None:
+        parser = Parser(__doc__)
+        parser.add_argument("reports", nargs="+", metavar="REPORT.json", help="one to show, two to compare")
+        parser.add_argument("--output", metavar="FILE.md", help="also write it to a file")
+        options = parser.parse_args(arguments)
+        if len(options.reports) > 2:
+            parser.error(f"takes one report or two, got {len(options.reports)}")
         reports = [read_report(path) for path in options.reports]
         text = markdown(reports[0]) if len(reports) == 1 else comparison_text(*reports)
         if options.output:
-            with open(options.output, "w", encoding="utf-8") as file:
-                file.write(text)
-    except (ValueError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    print(text)
-    return 0
+            Path(options.output).write_text(text, encoding="utf-8")
+        print(text)
+
+    return run_command(work, argv)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, HfArgumentParser
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from ..command import parse_dataclass, run_command
 from ..modeling_carryover import CarryoverDrafter
+from ..train import DTYPES
 from ..training.loading import load_recordings
 from .analysis import choose_recordings, prompt_set
 from .replay import Replay, ReplayedResponse, acceptance_length, replay_together
@@ -57,8 +59,8 @@ def run(args: ReplayArguments) -> dict:
     """All drafters on all recordings; returns the report."""
     recordings, drafters = named(args.recordings, "--recordings"), named(args.drafter, "--drafter")
     temperatures = {name: float(name.partition(":")[2] or 0) for name in recordings}
-    if args.dtype not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"--dtype must be float32, bfloat16 or float16, got {args.dtype!r}.")
+    if args.dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {args.dtype!r}.")
     dtype = getattr(torch, args.dtype)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device).eval()
@@ -92,15 +94,11 @@ def _line(responses: list[ReplayedResponse]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the command; returns its exit code."""
-    parser = HfArgumentParser(ReplayArguments, description=__doc__, allow_abbrev=False)
-    parser.error = lambda message: parser.exit(2, f"error: {message} (--help lists the flags)\n")
-    try:
-        (args,) = parser.parse_args_into_dataclasses(argv)
-        run(args)
-    except (ValueError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    return 0
+
+    def work(arguments: list[str]) -> None:
+        run(parse_dataclass(ReplayArguments, arguments, __doc__))
+
+    return run_command(work, argv)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from ..demo_report import PLAIN
 from ..modeling_carryover import CarryoverDrafter
 from ..timing import split_times
 
 
-PLAIN = "plain"
 PROMPT_LOOKUP_TOKENS = 10
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult
 
+from ..evaluation.report_file import read_report as read_file
 from ..evaluation.summary import ALL, HELD_OUT, MEAN, PLAIN, cell
 
 
@@ -40,10 +41,7 @@ def read_report(report: dict | str | Path | None) -> tuple[dict | None, list[Pat
         path = found[0]
     if not path.is_file():
         raise ValueError(f"The report {path} does not exist.")
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if "summary" not in content:
-        raise ValueError(f"{path} is no report of `hf-carryover bench`: it has no `summary`.")
-    return content, [path, *files]
+    return read_file(path), [path, *files]
 
 
 def system_of(report: dict, system: str | None) -> str:

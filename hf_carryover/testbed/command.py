@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
-from transformers import HfArgumentParser
 
+from ..command import parse_dataclass, run_command
 from ..configuration_carryover import CARRY_SOURCES
 from .experiment import Sizes, arrays, measure, new_drafter, probe, train_drafter, train_target, with_carry
 from .language import Language
@@ -172,16 +172,11 @@ def _say(text: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the command; returns its exit code."""
-    parser = HfArgumentParser(TestbedArguments, description=__doc__, allow_abbrev=False)
-    parser.error = lambda message: parser.exit(2, f"error: {message} (--help lists the flags)\n")
-    try:
-        (args,) = parser.parse_args_into_dataclasses(argv)
-        report = run(args)
-    except (ValueError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    print(table(report))
-    return 0
+
+    def work(arguments: list[str]) -> None:
+        print(table(run(parse_dataclass(TestbedArguments, arguments, __doc__))))
+
+    return run_command(work, argv)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..configuration_carryover import CarryoverConfig
 from .files import load_tensors, save_tensors
 
 
@@ -71,6 +73,31 @@ class DraftBank:
     def save(self, path: Path, drafts: FirstDrafts) -> None:
         """Write one recording's drafts; the file is there as a whole or not at all."""
         save_tensors(path, vars(drafts))
+
+
+# What of a configuration a first draft depends on beside the weights and their shapes.
+_DRAFTING = (
+    "block_size",
+    "anchor_first",
+    "block_attention",
+    "layer_types",
+    "sliding_window",
+    "sliding_window_from",
+    "rope_parameters",
+    "num_attention_heads",
+    "hidden_act",
+    "rms_norm_eps",
+    "mask_token_id",
+    "target_layer_ids",
+    "logit_scale",
+    "logit_softcapping",
+    "embedding_scale",
+)
+
+
+def drafting_settings(config: CarryoverConfig) -> dict[str, Any]:
+    """What of a configuration two drafters must share to make the same first drafts from the same weights."""
+    return {name: getattr(config, name) for name in _DRAFTING}
 
 
 def fingerprint(drafter: nn.Module, *others) -> bytes:

@@ -43,7 +43,9 @@ ROLES = {
 # Type names of Python-flavoured function lists (Berkeley Function Calling Leaderboard) and their JSON Schema names.
 SCHEMA_TYPES = {"dict": "object", "float": "number", "tuple": "array"}
 
-PROMPT_COLUMNS = ("messages", "conversations", "turns", "prompt", "instruction")
+PROMPT_COLUMNS = ("messages", "conversations", "turns", "prompt", "question", "instruction")
+# Columns that name a row, the first that is present.
+ID_COLUMNS = ("id", "prompt_id", "question_id", "task_id")
 
 
 class RecordingError(ValueError):
@@ -170,10 +172,10 @@ def iter_prompts(source: Any, tokenizer, *, chat_template_kwargs: dict | None = 
     Reads chat prompts in the usual forms and renders their first turn with the chat template.
 
     A row has one of the columns, the first of this list that is present: `messages` (role and content),
-    `conversations` (from and value, or role and content), `turns` (user turns in order), `prompt` (text or messages),
-    `instruction` (with `input`). `tools`, `system` and `id` are used where present. The content of assistant turns is
-    dropped: the target writes them anew. Only an assistant turn followed by a tool's result stays as it is, since the
-    result belongs to that very call.
+    `conversations` (from and value, or role and content), `turns` (user turns in order), `prompt` or `question` (text
+    or messages), `instruction` (with `input`). `tools`, `system` and a name (`ID_COLUMNS`) are used where present. The
+    content of assistant turns is dropped: the target writes them anew. Only an assistant turn followed by a tool's
+    result stays as it is, since the result belongs to that very call.
 
     Args:
         source (`str`, `os.PathLike` or iterable of `dict`):
@@ -226,7 +228,7 @@ def parse_prompt(row: Any, where: str) -> ChatPrompt:
     if row.get("system") and segments[0][0]["role"] != "system":
         segments[0].insert(0, {"role": "system", "content": row["system"]})
     tools = normalize_tools(row.get("tools"), where)
-    name = next((row[key] for key in ("id", "prompt_id") if row.get(key) is not None), None)
+    name = next((row[key] for key in ID_COLUMNS if row.get(key) is not None), None)
     # Equal prompts get equal names, and so always stand on the same side of a split.
     name = f"{stable_hash(segments, tools):016x}" if name is None else str(name)
     return ChatPrompt(name, segments, tools)

@@ -10,6 +10,7 @@ the loss is that of the second draft, which reads the rejected rows of its own b
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import shutil
 from pathlib import Path
@@ -30,7 +31,7 @@ from .anchors import (
     response_runs,
 )
 from .arguments import CarryoverTrainingArguments
-from .bank import DraftBank, fingerprint
+from .bank import DraftBank, drafting_settings, fingerprint
 from .checkpoints import STATE_FILE, checkpoint_problem, discard_incomplete, last_complete_checkpoint
 from .data import RecordingCollator, prepare_recordings
 from .drafting import DraftVerifyDraft
@@ -139,7 +140,7 @@ class CarryoverTrainer(DraftVerifyDraft):
                 check_same_block(first, model)
                 first.to(model.device)
             self.first_drafter = copy.deepcopy(first).eval().requires_grad_(False)
-            settings = (args.anchors_per_response, args.seed, args.draft_temperature, model.config.block_size)
+            settings = (args.anchors_per_response, args.seed, args.draft_temperature, drafting_settings(first.config))
             identity = fingerprint(self.first_drafter, self.target.fingerprint(), settings)
             self.bank = DraftBank(args.carry_cache_dir, identity)
         self._stats: dict[str, torch.Tensor] = {}
@@ -272,7 +273,7 @@ class CarryoverTrainer(DraftVerifyDraft):
         for ours, theirs in (("base_model", "finetuned_from"), ("datasets", "dataset")):
             if theirs in kwargs:
                 kwargs.setdefault(ours, kwargs.pop(theirs))
-        known = ("base_model", "runs", "report", "system", "license", "language", "datasets", "data", "limits")
+        known = inspect.signature(model_card).parameters
         kwargs = {key: value for key, value in kwargs.items() if key in known}
         model_card(self.drafter, name, **kwargs).save(Path(self.args.output_dir) / "README.md")
 
@@ -535,7 +536,7 @@ class CarryoverTrainer(DraftVerifyDraft):
 
 def check_same_block(first: CarryoverDrafter, model: CarryoverDrafter) -> None:
     """Raise a `ValueError` when `first` can't make the first drafts of `model`'s training."""
-    for name in ("block_size", "target_layer_ids", "draft_vocab_size", "vocab_size"):
+    for name in ("block_size", "anchor_first", "target_layer_ids", "draft_vocab_size", "vocab_size"):
         ours, theirs = getattr(model.config, name), getattr(first.config, name)
         if ours != theirs:
             raise ValueError(

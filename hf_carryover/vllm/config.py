@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from hf_carryover.configuration_carryover import CarryoverConfig
+from hf_carryover.target import check_shapes
 
 
 # vLLM wraps a DFlash drafter's config and puts "DFlash" before the name of the architecture.
@@ -99,17 +100,7 @@ def check_serving(config: Any, num_speculative_tokens: int, target: Any, max_mod
             f"`num_speculative_tokens` must lie in 1 ... {config.block_size} (the drafter's `block_size`), got "
             f"{num_speculative_tokens}."
         )
-    pairs = (
-        ("vocab_size", config.vocab_size, target.vocab_size),
-        ("target_hidden_size", config.target_hidden_size, target.hidden_size),
-        ("num_target_layers", config.num_target_layers, target.num_hidden_layers),
-    )
-    for name, ours, theirs in pairs:
-        if ours is not None and ours != theirs:
-            raise ValueError(
-                f"The drafter does not fit the target: drafter `{name}` is {ours}, the target has {theirs}. Use a "
-                "drafter trained for this target."
-            )
+    check_shapes(config, target)
     least = 2 * (config.block_size + 1)
     if max_model_len < least:
         raise ValueError(
