@@ -15,13 +15,14 @@ import logging
 import math
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 
 import torch
 from datasets import concatenate_datasets
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from . import __version__
 from .command import expand_config
@@ -215,14 +216,25 @@ def _git(*command: str) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
+def _unset(value) -> bool:
+    """Whether an argument says nothing, before or after `TrainingArguments` has put it into its own form."""
+    return value is None or value is False or value == [] or value in ("", "none")
+
+
 def training_choices(args: CarryoverTrainingArguments) -> dict:
     """What differs from the defaults, and the seed; without folders and tokens."""
-    defaults = CarryoverTrainingArguments(output_dir=args.output_dir).to_dict()
-    return {
-        key: value
-        for key, value in args.to_dict().items()
-        if (defaults.get(key) != value or key == "seed") and not key.endswith(("_dir", "_from_checkpoint", "_token"))
-    }
+    # Not from a second instance: making one resets accelerate's state, and a process of several then counts as single.
+    choices = {}
+    values = args.to_dict()
+    for item in fields(args):
+        key, value = item.name, values.get(item.name)
+        if key.endswith(("_dir", "_from_checkpoint", "_token")):
+            continue
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        same = value == default or (_unset(value) and _unset(default)) or getattr(args, key) == AcceleratorConfig()
+        if key == "seed" or not same:
+            choices[key] = value
+    return choices
 
 
 def write_record(

@@ -9,13 +9,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, PartialState
 from conftest import tiny_llama
 from safetensors.torch import load_file
 from training_helpers import random_rows
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_carryover import CarryoverDrafter
-from hf_carryover.train import SHAPE_FLAGS, DrafterArguments, build_drafter, main, parse, provenance
+from hf_carryover.train import (
+    SHAPE_FLAGS,
+    DrafterArguments,
+    build_drafter,
+    main,
+    parse,
+    provenance,
+    training_choices,
+)
+from hf_carryover.training.arguments import CarryoverTrainingArguments
 from hf_carryover.training.trainer import CarryoverTrainer
 
 
@@ -239,3 +249,13 @@ def test_module_runs_as_a_command(tmp_path):
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith("error: the following arguments are required: --recordings")
+
+
+def test_choices_are_read_without_touching_the_state_of_several_processes(monkeypatch):
+    # A second instance of the arguments resets accelerate's state: the first of two processes then passes every
+    # barrier alone and leaves, and the other fails.
+    args = CarryoverTrainingArguments(output_dir="x", max_steps=3, report_to="tensorboard", stage="carryover")
+    state = dict(PartialState._shared_state)
+    monkeypatch.setattr(AcceleratorState, "_reset_state", lambda *_: pytest.fail("the state was reset"))
+    assert training_choices(args) == {"max_steps": 3, "report_to": ["tensorboard"], "stage": "carryover", "seed": 42}
+    assert PartialState._shared_state == state
