@@ -97,6 +97,63 @@ def floor_ms(parts: dict[str, tuple[float, float]], ceiling: dict[str, float]) -
     }
 
 
+class Products:
+    """
+    The products a draft step can't do without, bare and in order, part by part: what the library's kernels take.
+
+    No norm, rotation, activation, draw or write, and no module around them. A product of few rows runs far below the
+    machine's ceilings in any library, so a step is also compared with this.
+    """
+
+    def __init__(self, drafter: CarryoverDrafter, target, context: int, window_rows: int):
+        config, head = drafter.config, TargetHead(target, drafter)
+        rows, both, d = config.block_rows, config.block_rows + window_rows, config.hidden_size
+        layers: list[tuple[torch.Tensor, int]] = []
+        for layer in drafter.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            layers += [
+                (attention.v_proj.weight, both),
+                (attention.k_proj.weight, both),
+                (attention.q_proj.weight, rows),
+            ]
+            layers += [(attention.o_proj.weight, rows)]
+            layers += [(mlp.gate_proj.weight, rows), (mlp.up_proj.weight, rows), (mlp.down_proj.weight, rows)]
+        sampling = []
+        if config.markov_rank:
+            sampling = [(drafter.markov_head.markov_w2.weight, 1)] * config.block_size
+        self.parts = {
+            "projection": [(drafter.fc.weight, window_rows)],
+            "layers": layers,
+            "head": [(head.weight, config.block_size)],
+            "sampling": sampling,
+        }
+        dtype, kv, groups = drafter.fc.weight.dtype, config.num_key_value_heads, config.num_attention_heads
+        self.inputs = {
+            (rows_, width): torch.randn(rows_, width, dtype=dtype)
+            for part in self.parts.values()
+            for rows_, width in ((rows_, weight.shape[1]) for weight, rows_ in part)
+        }
+        keys = context + window_rows + rows
+        self.attention = config.num_hidden_layers
+        self.query = torch.randn(1, kv, groups // kv * rows, config.head_dim, dtype=dtype)
+        self.keys = [torch.randn(1, kv, keys, config.head_dim, dtype=dtype) for _ in range(2 * self.attention)]
+        self.walk = torch.ones(WALK_BYTES // 4)
+
+    @torch.no_grad()
+    def __call__(self) -> dict[str, float]:
+        """Milliseconds by part."""
+        self.walk.sum()
+        times = [time.perf_counter()]
+        for name, part in self.parts.items():
+            for weight, rows in part:
+                nn.functional.linear(self.inputs[rows, weight.shape[1]], weight)
+            if name == "layers":
+                for i in range(self.attention):
+                    nn.functional.scaled_dot_product_attention(self.query, *self.keys[2 * i : 2 * i + 2])
+            times.append(time.perf_counter())
+        return {name: 1000 * (b - a) for name, a, b in zip(self.parts, times, times[1:])}
+
+
 class Step:
     """A draft step, timed part by part, that leaves the storage as it found it."""
 
@@ -155,31 +212,35 @@ def random_drafter(target, block_size: int, dtype: torch.dtype) -> CarryoverDraf
 
 def measure(drafter, target, context: int, carried: int, ceiling: dict, repetitions: int) -> dict:
     """Floor and time of a case whose window has one committed row and `carried` others."""
-    step = Step(drafter, target, context, 1, carried)
-    step()
-    runs = [step() for _ in range(repetitions)]
+    # In turns, so that both meet the same machine.
+    step, products = Step(drafter, target, context, 1, carried), Products(drafter, target, context, 1 + carried)
+    pairs = [(step(), products()) for _ in range(repetitions + 1)][1:]
+    runs, bare = zip(*pairs)
     floor = floor_ms(work(drafter, context, 1 + carried), ceiling)
-    median = {name: median_estimate([run[name] for run in runs]).value for name in PARTS}
-    total = median_estimate([sum(run.values()) for run in runs])
+    total, least = (median_estimate([sum(run.values()) for run in part]) for part in (runs, bare))
     return {
         "context": context,
         "carried": carried,
         "floor_ms": floor,
-        "ms": median,
+        "products_ms": {name: median_estimate([run[name] for run in bare]).value for name in PARTS},
+        "ms": {name: median_estimate([run[name] for run in runs]).value for name in PARTS},
         "total_ms": total.to_dict(),
         "multiple": total.value / sum(floor.values()),
+        "products_multiple": total.value / least.value,
     }
 
 
 def table(cases: list[dict]) -> str:
     """Markdown: time over floor by part, and together."""
-    head = ["dtype", "B", "context", "carried", *(f"{name}, ms (floor)" for name in PARTS), "together", "× floor"]
+    head = ["dtype", "B", "context", "carried", *(f"{name}, ms" for name in PARTS)]
+    head += ["together", "× machine", "× products"]
     lines = [head, ["---"] * len(head)]
     for case in cases:
         cells = [case["dtype"], str(case["block_size"]), str(case["context"]), str(case["carried"])]
-        cells += [f"{case['ms'][name]:.2f} ({case['floor_ms'][name]:.2f})" for name in PARTS]
+        cells += [f"{case['ms'][n]:.2f} ({case['floor_ms'][n]:.2f}, {case['products_ms'][n]:.2f})" for n in PARTS]
         total = case["total_ms"]
         cells += [f"{total['value']:.2f} [{total['low']:.2f}, {total['high']:.2f}]", f"{case['multiple']:.2f}"]
+        cells.append(f"{case['products_multiple']:.2f}")
         lines.append(cells)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
