@@ -78,7 +78,7 @@ test-vllm: $(VENV_VLLM)/.test
 
 test-peers: $(VENV_PEERS)/.test
 	@echo "== converted drafters against their originals"
-	@$(QUICK_ENV) $(VENV_PEERS)/bin/python -m pytest -q tests/test_peers.py
+	@$(QUICK_ENV) $(VENV_PEERS)/bin/python -m pytest -q tests/test_peers.py tests/test_draft_step.py
 
 notebooks: $(VENV)/.test
 	@for notebook in notebooks/*.ipynb; do \

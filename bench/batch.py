@@ -39,9 +39,9 @@ def batches(prompts: list[list[int]], size: int, pad: int, device) -> list[dict]
     return result
 
 
-def run(target, drafter, groups: list[dict], new_tokens: int, pad: int) -> tuple[float, list[list[int]]]:
+def run(target, drafter, groups, new_tokens: int, pad: int, proposals: int) -> tuple[float, list[list[int]]]:
     """Seconds for all batches, and the new tokens of every prompt."""
-    arguments = {} if drafter is None else {"assistant_model": drafter}
+    arguments: dict = {} if drafter is None else {"assistant_model": drafter, "num_assistant_tokens": proposals}
     outputs: list[list[int]] = []
     start = time.perf_counter()
     for group in groups:
@@ -66,6 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--num_prompts", type=int, default=16, help="in all, a multiple of the batch sizes")
     parser.add_argument("--sizes", nargs="+", type=int, default=[1, 2, 4, 8, 16])
     parser.add_argument("--max_new_tokens", type=int, default=48)
+    parser.add_argument("--proposals", nargs="+", type=int, default=[7], help="most proposals a round, one or several")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -77,26 +78,25 @@ def main(argv: list[str] | None = None) -> int:
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=dtype).eval().to(options.device)
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     target.generation_config.eos_token_id = None
-    drafters: dict = {PLAIN: None}
+    drafters: dict = {PLAIN: (None, 0)}
     for name, folder in folders.items():
-        drafters[name] = CarryoverDrafter.from_pretrained(folder, dtype=dtype).eval().to(options.device)
+        drafter = CarryoverDrafter.from_pretrained(folder, dtype=dtype).eval().to(options.device)
+        # The more sequences, the more a proposal that is rejected costs: a batch may want fewer of them.
+        drafters.update({f"{name}, {count} proposals": (drafter, count) for count in options.proposals})
     items = load_items(options.prompts, -(-options.num_prompts // 8))[: options.num_prompts]
     prompts = [encode(tokenizer, item.segments[0], item.tools, "cpu")["input_ids"][0].tolist() for item in items]
     pad = tokenizer.pad_token_id or 0
     times: dict = {name: {size: [] for size in options.sizes} for name in drafters}
-    taus: dict = {name: {} for name in drafters}
     expected, equal = None, {name: {} for name in drafters}
     cases = [(name, size) for size in options.sizes for name in drafters]
     for repetition in range(options.repetitions):
         shift = repetition % len(cases)
         for name, size in cases[shift:] + cases[:shift] if expected is not None else cases:
             groups = batches(prompts, size, pad, target.device)
-            seconds, outputs = run(target, drafters[name], groups, options.max_new_tokens, pad)
+            seconds, outputs = run(target, drafters[name][0], groups, options.max_new_tokens, pad, drafters[name][1])
             times[name][size].append(seconds)
             expected = outputs if expected is None else expected
             equal[name][size] = sum(a == b for a, b in zip(outputs, expected))
-            if drafters[name] is not None:
-                taus[name][size] = drafters[name].last_report.tau  # of the last batch
     tokens = len(prompts) * options.max_new_tokens
     report = {
         "arguments": {k: v for k, v in vars(options).items() if k not in ("target", "drafter", "prompts", "output")},

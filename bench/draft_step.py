@@ -1,12 +1,13 @@
 # Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
 """
-Times a round without the target: ours against transformers' own DFlash generator, same weights, same decoding loop.
+Times a round without the target: ours against transformers' own DFlash generator and z-lab's loop, same weights.
 
-Three systems: `transformers` (its `DFlashTokenCandidateGenerator`), `ours` (carry off; its proposals are checked to be
-the same) and `ours+carry`. The time of a round outside the target's forward is everything from the end of one target
-pass to the start of the next: choosing tokens, cropping the cache, committing (and carrying) rows, drafting, preparing
-the next pass. The part of it spent inside the candidate generator is reported beside it. Weights are random, so nearly
-every proposal is rejected: with carry on this is the most expensive case, since all rows are carried.
+The systems: `transformers` (its `DFlashTokenCandidateGenerator`), `z-lab` (the package `dflash`, if it is installed:
+`pip install --no-deps dflash`), `ours` (carry off; its proposals are checked to be the same) and `ours+carry`. The
+time of a round outside the target's forward is everything from the end of one target pass to the start of the next:
+choosing tokens, cropping the cache, committing (and carrying) rows, drafting, preparing the next pass. The part of it
+spent inside the candidate generator is reported beside it (z-lab's loop has none). Weights are random, so nearly every
+proposal is rejected: with carry on this is the most expensive case, since all rows are carried.
 
     python -m bench.draft_step --output outputs/draft_step.json
     python -m bench.draft_step --profile --contexts 1024 --block_sizes 15 --dtypes bfloat16
@@ -16,9 +17,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import itertools
 import json
 import statistics
+import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -28,12 +31,14 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, logging
 
 from hf_carryover import CarryoverDrafter, drafter_from_target
+from hf_carryover.convert import write_drafter
 from hf_carryover.evaluation.bootstrap import median_estimate
 from hf_carryover.evaluation.machine import describe_machine, provenance
+from hf_carryover.evaluation.summary import cell, pipe_table
 from hf_carryover.evaluation.systems import transformers_dflash
 
 
-SYSTEMS = ("transformers", "ours", "ours+carry")
+PEERS = ("transformers", "z-lab")
 MASK_TOKEN_ID = 3  # an unused special token of SmolLM2
 SPREAD = 3.0  # standard deviation of a drafter matrix, in units of 1 / sqrt(inputs)
 SHARPNESS = 8.0  # scale of the drafter's attention scores
@@ -87,6 +92,8 @@ class Recorder:
 
     def _watch_forward(self, *args, **kwargs):
         if self._pass_end is not None:
+            block = args[0] if args else kwargs["input_ids"]  # the anchor and what was proposed behind it
+            self.proposals.append(block[0, 1:].tolist())
             self.outside.append(1000 * (time.perf_counter() - self._pass_end))
             self.inside.append(self._generator_ms)
             if len(self.outside) >= self.rounds:
@@ -107,8 +114,6 @@ class Recorder:
             else:
                 candidates = draft(input_ids, **call)
             self._generator_ms += 1000 * (time.perf_counter() - start)
-            if not call["is_first_iteration"]:
-                self.proposals.append(candidates[0][0, input_ids.shape[1] :].tolist())
             return candidates
 
         def update_candidate_strategy(*args):
@@ -146,7 +151,7 @@ def random_target(num_hidden_layers: int = 6, seed: int = 0, **kwargs) -> LlamaF
 
 
 def build_systems(target, block_size: int, num_hidden_layers: int = 3, mask_token_id: int = MASK_TOKEN_ID) -> dict:
-    """The same random weights as transformers' assistant, as our drafter, and as ours with a carry embedding."""
+    """The same random weights as the peers' drafters, as ours, and as ours with a carry embedding."""
     torch.manual_seed(0)
     plain = drafter_from_target(
         target,
@@ -169,36 +174,53 @@ def build_systems(target, block_size: int, num_hidden_layers: int = 3, mask_toke
     with torch.no_grad():
         carry.carry_embedding.normal_(std=0.02)
     plain, carry = plain.to(target.dtype), carry.to(target.dtype)
-    return {"transformers": transformers_dflash(plain), "ours": plain, "ours+carry": carry}
+    systems: dict = {"transformers": transformers_dflash(plain)}
+    if importlib.util.find_spec("dflash") is not None:
+        systems["z-lab"] = zlab_dflash(plain, target)
+    return {**systems, "ours": plain, "ours+carry": carry}
+
+
+def zlab_dflash(drafter: CarryoverDrafter, target):
+    """A drafter's weights in z-lab's own model."""
+    from dflash.model import DFlashDraftModel
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_drafter(drafter, Path(folder) / "drafter", "z-lab", target)
+        return DFlashDraftModel.from_pretrained(Path(folder) / "drafter", dtype=drafter.dtype).eval()
 
 
 def run(target, system: str, assistant, input_ids: torch.LongTensor, rounds: int, profile_rounds=False) -> Recorder:
-    """One recorded `generate` call of `rounds` drafted rounds."""
+    """One recorded call of `rounds` drafted rounds."""
     special = {"speculation_type": "dflash"} if system == "transformers" else {}
     with Recorder(target, rounds, profile_rounds) as recorder:
-        target.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            assistant_model=assistant,
-            do_sample=False,
-            max_new_tokens=MORE_THAN_ENOUGH,
-            **special,
-        )
+        if system == "z-lab":
+            from dflash.model import dflash_generate
+
+            dflash_generate(assistant, target, input_ids, MORE_THAN_ENOUGH, None)
+        else:
+            target.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                assistant_model=assistant,
+                do_sample=False,
+                max_new_tokens=MORE_THAN_ENOUGH,
+                **special,
+            )
     if len(recorder.outside) < rounds:
         raise RuntimeError(f"{system}: {len(recorder.outside)} rounds, expected {rounds}. Does the target stop early?")
     return recorder
 
 
-def same_proposals(target, systems: dict, input_ids: torch.LongTensor, rounds: int) -> float:
+def same_proposals(target, systems: dict, input_ids: torch.LongTensor, rounds: int, peer: str = PEERS[0]) -> float:
     """
-    Share of proposals that are the same in transformers and ours (carry off), position by position.
+    Share of proposals that are the same in a peer and ours (carry off), position by position.
 
     Raises:
         RuntimeError: If the proposals hardly vary, so that being equal would mean nothing.
     """
     theirs, ours = (
         [token for block in run(target, name, systems[name], input_ids, rounds).proposals for token in block]
-        for name in ("transformers", "ours")
+        for name in (peer, "ours")
     )
     if len(set(ours)) < rounds:
         raise RuntimeError(f"Only {len(set(ours))} different proposals in {rounds} rounds: equality proves nothing.")
@@ -226,13 +248,14 @@ def measure(target, systems: dict, input_ids: torch.LongTensor, rounds: int, rep
             first[name].append(recorder.outside[0])
             for quantity in ("outside", "inside"):
                 medians[name][quantity].append(statistics.median(getattr(recorder, quantity)[1:]))
-    pairs = [("ours", "transformers"), ("ours+carry", "transformers"), ("ours+carry", "ours")]
+    pairs = [(ours, peer) for peer in PEERS if peer in systems for ours in ("ours", "ours+carry")]
+    pairs.append(("ours+carry", "ours"))
     ratios = {
         f"{a} / {b}": {
             quantity: median_estimate(
                 [x / y for x, y in zip(medians[a][quantity], medians[b][quantity], strict=True)]
             ).to_dict()
-            for quantity in ("outside", "inside")
+            for quantity in (("outside",) if "z-lab" in (a, b) else ("outside", "inside"))
         }
         for a, b in pairs
     }
@@ -249,25 +272,19 @@ def measure(target, systems: dict, input_ids: torch.LongTensor, rounds: int, rep
 
 def table(results: list[dict]) -> str:
     """Markdown: a row per case; milliseconds a round outside the target (in the generator), and ratios."""
-    lines = [
-        "| dtype | B | context | "
-        + " | ".join(f"{name}, ms" for name in SYSTEMS)
-        + " | ours / transformers | carry / transformers | carry / ours | same proposals |",
-        "|---|---|---|" + "---|" * 7,
-    ]
+    systems, pairs = list(results[0]["median_ms"]), list(results[0]["ratios"])
+    head = ["dtype", "B", "context", *(f"{name}, ms" for name in systems), *pairs, "same proposals"]
+    body = []
     for case in results:
         cells = [case["dtype"], str(case["block_size"]), str(case["context"])]
-        for name in SYSTEMS:
+        for name in systems:
             values = case["median_ms"][name]
-            cells.append(f"{values['outside']['value']:.2f} ({values['inside']['value']:.2f})")
-        for pair in ("ours / transformers", "ours+carry / transformers", "ours+carry / ours"):
-            outside, inside = case["ratios"][pair]["outside"], case["ratios"][pair]["inside"]
-            cells.append(
-                f"{outside['value']:.3f} [{outside['low']:.3f}, {outside['high']:.3f}] ({inside['value']:.3f})"
-            )
-        cells.append(f"{case['same_proposals']:.0%}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            inside = "" if name == "z-lab" else f" ({values['inside']['value']:.2f})"
+            cells.append(f"{values['outside']['value']:.2f}{inside}")
+        cells += [cell(case["ratios"][pair]["outside"], "{:.3f}") for pair in pairs]
+        cells.append(", ".join(f"{share:.0%}" for share in case["same_proposals"].values()))
+        body.append(cells)
+    return pipe_table(head, body)
 
 
 def profile_table(target, systems: dict, input_ids: torch.LongTensor, rounds: int, top: int = 14) -> str:
@@ -285,7 +302,11 @@ def profile_table(target, systems: dict, input_ids: torch.LongTensor, rounds: in
 
 def load_target(path: str | None, dtype: torch.dtype):
     """The target in `dtype`, without an end token: a run must not end early."""
-    target = random_target() if path is None else AutoModelForCausalLM.from_pretrained(path).eval()
+    target = (
+        random_target(max_position_embeddings=32768)
+        if path is None
+        else AutoModelForCausalLM.from_pretrained(path).eval()
+    )
     target.generation_config.eos_token_id = None
     target.generation_config.pad_token_id = 0
     return target.to(dtype)
@@ -296,7 +317,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", metavar="DIR", help="target (default: random, with the widths of SmolLM2-135M)")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
     parser.add_argument("--block_sizes", nargs="+", type=int, default=[7, 15], metavar="B")
-    parser.add_argument("--contexts", nargs="+", type=int, default=[128, 1024], metavar="TOKENS")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[128, 1024, 4096, 16384], metavar="TOKENS")
     parser.add_argument("--layers", type=int, default=3, help="drafter layers (default: 3)")
     parser.add_argument("--rounds", type=int, default=12, help="timed rounds a repetition (default: 12)")
     parser.add_argument("--repetitions", type=int, default=9, help="interleaved repetitions (default: 9)")
@@ -316,9 +337,10 @@ def main(argv: list[str] | None = None) -> int:
             systems = build_systems(target, block_size, options.layers)
             generator = torch.Generator().manual_seed(context)
             input_ids = torch.randint(20, target.config.vocab_size, (1, context), generator=generator)
-            shared = same_proposals(target, systems, input_ids, 6)
-            if dtype == "float32" and shared < 1:
-                raise RuntimeError(f"The drafters propose different tokens ({shared:.1%} equal), expected all.")
+            peers = [peer for peer in PEERS if peer in systems]
+            shared = {peer: same_proposals(target, systems, input_ids, 6, peer) for peer in peers}
+            if dtype == "float32" and min(shared.values()) < 1:
+                raise RuntimeError(f"The drafters propose different tokens (equal: {shared}), expected all.")
             case = {"dtype": dtype, "block_size": block_size, "context": context, "same_proposals": shared}
             results.append(case | measure(target, systems, input_ids, options.rounds, options.repetitions))
             print(table(results[-1:]).splitlines()[-1] if len(results) > 1 else table(results), flush=True)

@@ -107,7 +107,7 @@ class Products:
 
     def __init__(self, drafter: CarryoverDrafter, target, context: int, window_rows: int):
         config, head = drafter.config, TargetHead(target, drafter)
-        rows, both, d = config.block_rows, config.block_rows + window_rows, config.hidden_size
+        rows, both = config.block_rows, config.block_rows + window_rows
         layers: list[tuple[torch.Tensor, int]] = []
         for layer in drafter.layers:
             attention, mlp = layer.self_attn, layer.mlp
