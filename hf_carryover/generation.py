@@ -351,7 +351,8 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         else:
             drawn, previous = [], input_ids[0, -1:]
             for row in base:
-                bias = markov(previous.to(self.drafter.device)).to(row.device)
+                # In the dtype of the row: a sum of two dtypes takes several times as long on CPU.
+                bias = markov(previous.to(self.drafter.device)).to(row)
                 token = (row + bias).argmax(dim=-1)
                 previous = token if token_ids is None else token_ids[token]
                 drawn.append(previous)
