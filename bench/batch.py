@@ -22,7 +22,7 @@ from hf_carryover import CarryoverDrafter
 from hf_carryover.demo import encode
 from hf_carryover.evaluation.bootstrap import median_estimate
 from hf_carryover.evaluation.machine import describe_machine, provenance, weights_digest
-from hf_carryover.evaluation.prompts import load_items
+from hf_carryover.evaluation.prompts import choose_evenly, load_items
 from hf_carryover.evaluation.replay_command import named
 from hf_carryover.evaluation.systems import PLAIN
 
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         drafter = CarryoverDrafter.from_pretrained(folder, dtype=dtype).eval().to(options.device)
         # The more sequences, the more a proposal that is rejected costs: a batch may want fewer of them.
         drafters.update({f"{name}, {count} proposals": (drafter, count) for count in options.proposals})
-    items = load_items(options.prompts, -(-options.num_prompts // 8))[: options.num_prompts]
+    items = choose_evenly(load_items(options.prompts, options.num_prompts), options.num_prompts)
     prompts = [encode(tokenizer, item.segments[0], item.tools, "cpu")["input_ids"][0].tolist() for item in items]
     pad = tokenizer.pad_token_id or 0
     times: dict = {name: {size: [] for size in options.sizes} for name in drafters}

@@ -265,7 +265,7 @@ def document(report: dict) -> str:
                 "Head: the target's head over the draft vocabulary. Sampling: Markov bias and argmax, one by one. "
                 "One row of the window is committed; brackets are 95 % intervals of the median over repetitions.",
                 "In parentheses, beside the milliseconds of our step: the machine's floor, then the same products "
-                "bare (the library's kernels in order, no module, norm, activation or draw around them, caches as cold). "
+                "bare (torch's kernels in order, no module, norm, activation or draw around them, caches as cold). "
                 "Products of eight rows run far below the machine's ceilings in any kernel torch has, so the last "
                 "column, our step over the bare products, is what this code answers for.",
                 table(report["cases"]),
