@@ -10,7 +10,7 @@ from conftest import tiny_drafter, tiny_llama
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `bench` is not part of the installed package
 
-from bench import batch, floor, gpu_check
+from bench import batch, floor, gpu_check, training_step
 
 
 def test_work_by_hand():
@@ -77,3 +77,30 @@ def test_the_accelerator_check_runs(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "draft step, context 64, 4 carried" in out and "anchors/s" in out
     assert torch.get_default_dtype() == torch.float32
+
+
+class TestTrainingStep:
+    RUNS = {"seconds": [2.0, 2.0], "losses": [3.0, 2.5], "peak_bytes": 2**20}
+
+    def test_losses_that_differ_are_an_error(self):
+        other = {**self.RUNS, "losses": [3.0, 2.4]}
+        with pytest.raises(
+            RuntimeError, match=r"baseline, parts: losses \[3.0, 2.4\], those of `whole` are \[3.0, 2.5\]"
+        ):
+            training_step.compare({"whole": [self.RUNS], "parts": [other]}, "baseline")
+
+    def test_quotients_are_paired_by_repetition(self):
+        slow = {**self.RUNS, "seconds": [4.0]}
+        half = [{**self.RUNS, "seconds": [1.0], "peak_bytes": 2**19}, {**self.RUNS, "seconds": [2.0]}]
+        kept = [{**self.RUNS, "losses": [9.0]}, self.RUNS]  # at other anchors
+        entries = training_step.compare({"whole": [self.RUNS, slow], "parts": half, "drafts kept": kept}, "carryover")
+        assert [entry["over_whole"]["value"] for entry in entries] == [1.0, 0.5, 0.75]
+        assert [entry["loss_difference"] for entry in entries] == [0.0, 0.0, None]
+        lines = training_step.table(entries, 256).splitlines()
+        assert lines[3].startswith("| carryover | parts | 1.50")
+
+    def test_cases_differ_in_nothing_else(self, tmp_path):
+        cases = {case: training_step.settings(case, "carryover", tmp_path) for case in training_step.CASES}
+        assert cases["parts"]["max_logits"] < cases["whole"]["max_logits"]
+        assert set(cases["features kept"]) - set(cases["parts"]) == {"feature_cache_dir"}
+        assert set(cases["drafts kept"]) - set(cases["features kept"]) == {"carry_cache_dir"}
