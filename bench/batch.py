@@ -24,6 +24,7 @@ from hf_carryover.evaluation.bootstrap import median_estimate
 from hf_carryover.evaluation.machine import describe_machine, provenance, weights_digest
 from hf_carryover.evaluation.prompts import choose_evenly, load_items
 from hf_carryover.evaluation.replay_command import named
+from hf_carryover.evaluation.summary import cell, pipe_table
 from hf_carryover.evaluation.systems import PLAIN
 
 
@@ -56,6 +57,16 @@ def run(target, drafter, groups, new_tokens: int, pad: int, proposals: int) -> t
 def ratios(above: list[float], below: list[float]) -> dict:
     """Median quotient and its interval, paired by repetition."""
     return median_estimate([a / b for a, b in zip(above, below)]).to_dict()
+
+
+def table(report: dict) -> str:
+    """Markdown, a row per system and batch size."""
+    body = []
+    for name, sizes in report["tokens_per_second"].items():
+        for size, speed in sizes.items():
+            equal = f"{report['equal_to_plain'][name][size]} of {report['prompts']}"
+            body.append([name, str(size), cell(speed, "{:.1f}"), cell(report["over_one"][name][size]), equal])
+    return pipe_table(["system", "batch", "tokens/s", "over batch 1", "equal outputs"], body)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -115,13 +126,7 @@ def main(argv: list[str] | None = None) -> int:
         "equal_to_plain": equal,
         "prompts": len(prompts),
     }
-    print("| system | batch | tokens/s | over batch 1 | equal outputs |\n|---|---|---|---|---|")
-    for name, size in cases:
-        speed, ratio = report["tokens_per_second"][name][size], report["over_one"][name][size]
-        print(
-            f"| {name} | {size} | {speed['value']:.1f} [{speed['low']:.1f}, {speed['high']:.1f}] "
-            f"| {ratio['value']:.2f} | {equal[name][size]} of {len(prompts)} |"
-        )
+    print(table(report))
     if options.output:
         Path(options.output).parent.mkdir(parents=True, exist_ok=True)
         Path(options.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -3,7 +3,7 @@
 Put a trained pair into `model_cards/`: bf16 weights, config, card, training records and logs.
 
 Every number of a card is read from the training records, from a report of `hf-carryover bench`, and from a report of
-`hf-carryover replay`; with `--readme` the results section of that file is written from the same reports.
+`hf-carryover replay`. README and RESULTS.md get theirs from `bench.results_page`.
 
     python -m bench.model_cards --prefix smollm2-135m-markov --stages baseline=DIR control=DIR carryover=DIR \\
         --report bench.json --replay replay.json --recordings DIR
@@ -25,14 +25,13 @@ from hf_carryover.evaluation.acceptance import Acceptance, table
 from hf_carryover.evaluation.replay_command import named
 from hf_carryover.evaluation.summary import HELD_OUT, MEAN, cell
 from hf_carryover.hub.card import model_card
-from hf_carryover.hub.results import read_report, result_tables, verdict
-from hf_carryover.hub.run import Run, stage_table
+from hf_carryover.hub.results import read_report
+from hf_carryover.hub.run import Run
 from hf_carryover.training.loading import split_recordings
 
 
 BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PAIR = ("control", "carryover")
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 # What `save_pretrained` adds for remote code: the shipped folders are for users of the package.
 NOT_SHIPPED = ("configuration_carryover.py", "modeling_carryover.py")
 LIMITS = (
@@ -127,7 +126,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, required=True, help="of `hf-carryover bench` over the pair")
     parser.add_argument("--replay", type=Path, required=True, help="of `hf-carryover replay` over the pair")
     parser.add_argument("--output", type=Path, default=Path("model_cards"))
-    parser.add_argument("--readme", type=Path, help="whose results section is written too")
     parser.add_argument("--recordings", nargs="+", required=True, help="what was trained on, to count it")
     arguments = parser.parse_args(argv)
     runs = {name: Run.read(folder) for name, folder in named(arguments.stages, "--stages").items()}
@@ -137,14 +135,6 @@ def main(argv: list[str] | None = None) -> int:
         folder = ship(name, arguments.prefix, runs, report, replay, data, arguments.output)
         size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
         print(f"{folder.name}: {size:.1f} MiB")
-    if arguments.readme is not None:
-        parts = [
-            acceptance(replay),
-            verdict(report, "carryover"),
-            result_tables(report, "carryover"),
-            stage_table(runs),
-        ]
-        replace_between(arguments.readme, BEGIN, END, "\n\n".join(parts))
     return 0
 
 

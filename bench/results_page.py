@@ -1,6 +1,6 @@
 # Copyright 2026 The hf_carryover authors. Licensed under the Apache License, Version 2.0.
 """
-Fill the tables of `bench/results/RESULTS.md` from the reports beside it; the words between them are written by hand.
+Fill the tables of `RESULTS.md` and of the front page from the reports beside it; the words are written by hand.
 
     python -m bench.results_page
 
@@ -19,10 +19,13 @@ from hf_carryover.evaluation.summary import ALL, HELD_OUT, MEAN, PLAIN, cell, pi
 from hf_carryover.evaluation.summary import markdown as bench_markdown
 from hf_carryover.testbed.command import table as testbed_table
 
+from . import batch, draft_step, training_step
 from .model_cards import replace_between
 
 
 RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parents[1] / "README.md"
+DRAFTERS = {"Markov": "markov", "DFlash": "dflash"}
 
 
 def load(name: str) -> dict | None:
@@ -99,6 +102,63 @@ def paper(analysis: dict | None, replay: dict | None) -> str | None:
     return pipe_table(["", "paper", "here"], body)
 
 
+# Pairs along training: control and carryover of `smollm2-scaling.json`, and what had been trained.
+SCALING = (
+    ("control-first", "carryover-first", "Markov, first pair: baseline 900 smaller steps, pair 240, `e` slow"),
+    ("control-100", "carryover-100", "Markov: baseline 2500, pair 100"),
+    ("control-200", "carryover-200", "Markov: baseline 2500, pair 200"),
+    ("control-300", "carryover-300", "Markov: baseline 2500, pair 300"),
+    ("control-d120", "carryover-d120", "DFlash: baseline 2700, pair 120"),
+    ("control-d240", "carryover-d240", "DFlash: baseline 2700, pair 240"),
+)
+
+
+def scaling() -> str | None:
+    """The gain of carry against training, one row a pair; τ and gain are means over the sets."""
+    report = load("smollm2-scaling.json")
+    if report is None:
+        return None
+    systems, body = report["results"]["greedy"], []
+    for control, carryover, trained in SCALING:
+        if {control, carryover} <= set(systems):
+            acceptance = Acceptance({key: systems[key] for key in (control, carryover)}, (HELD_OUT,))
+            taus = [cell(acceptance.estimate(key, MEAN).to_dict()) for key in (control, carryover)]
+            gain = cell(acceptance.change(carryover, control, MEAN).to_dict(), "{:+.1%}")
+            body.append([trained, *taus, gain])
+    return pipe_table(["steps of 256 anchors", "τ control", "τ carryover", "gain"], body)
+
+
+def speed() -> dict[str, str | None]:
+    """Tables of the draft step against its peers, of batches, and of the training step."""
+    step, batches, training = load("draft_step.json"), load("batch.json"), load("training.json")
+    anchors = 0 if training is None else training["arguments"]["responses"] * training["arguments"]["anchors"]
+    return {
+        "peers": None if step is None else draft_step.table(step["results"]),
+        "batch": None if batches is None else batch.table(batches),
+        "training": None if training is None else training_step.table(training["cases"], anchors),
+    }
+
+
+def readme(bench: dict | None) -> str:
+    """What the front page says: acceptance of both drafters, mean of the sets, and speed, each with its control."""
+    body = []
+    for label, name in DRAFTERS.items():
+        report = load(f"smollm2-{name}-replay.json")
+        for kind, systems in {} if report is None else report["results"].items():
+            means = Acceptance(systems, (HELD_OUT,))
+            taus = [cell(means.estimate(key, MEAN).to_dict()) for key in ("baseline", "control", "carryover")]
+            change = cell(means.change("carryover", "control", MEAN).to_dict(), "{:+.1%}")
+            body.append([label, kind.partition(":")[0], *taus, change])
+    head = ["drafter", "answers", "τ baseline", "τ control", "τ carryover", "carryover against control"]
+    parts = [pipe_table(head, body)]
+    if bench is not None:
+        systems = bench["summary"]["groups"][MEAN]["systems"]
+        speeds = {key: systems[key]["speedup"] for key in systems if key != PLAIN and systems[key].get("speedup")}
+        told = ", ".join(f"{key.replace('_', ' ')} {cell(value)}" for key, value in speeds.items())
+        parts.append(f"Tokens per second over plain `generate`, greedy, bfloat16, mean of the sets: {told}.")
+    return "\n\n".join(parts)
+
+
 def acceptance(name: str) -> str | None:
     """All tables of a replay report."""
     report = load(name)
@@ -111,6 +171,7 @@ def sections() -> dict[str, str | None]:
     result = {
         "markov": acceptance("smollm2-markov-replay.json"),
         "dflash": acceptance("smollm2-dflash-replay.json"),
+        "scaling": scaling(),
         "size": size(),
         "rate": rate(),
         "breakeven": break_even(bench),
@@ -118,6 +179,7 @@ def sections() -> dict[str, str | None]:
         "analysis": None if analysis is None else analysis_markdown(analysis).replace("\n## ", "\n### ").rstrip(),
         "bench": None if bench is None else bench_markdown(bench).rstrip(),
     }
+    result.update(speed())
     for name in ("testbed-b7", "testbed-sources", "testbed-b3", "testbed-b15"):
         report = load(f"{name}.json")
         result[name] = None if report is None else testbed_table(report)
@@ -126,6 +188,7 @@ def sections() -> dict[str, str | None]:
 
 def main() -> int:
     page = RESULTS / "RESULTS.md"
+    replace_between(README, "<!-- results:begin -->", "<!-- results:end -->", readme(load("smollm2-bench.json")))
     for name, body in sections().items():
         if body is not None and f"<!-- {name}:begin -->" in page.read_text():
             replace_between(page, f"<!-- {name}:begin -->", f"<!-- {name}:end -->", body)
