@@ -284,6 +284,31 @@ def generate(engine, texts: list[list[int]], params) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def arrive(llm, texts: dict[str, list[int]], tokens: int, every: int = 3, abort: dict[str, int] | None = None):
+    """Add one request each `every` steps, abort some after so many steps, and step until all are done."""
+    waiting, done, step, abort = list(texts.items()), {}, 0, dict(abort or {})
+    while waiting or llm.llm_engine.has_unfinished_requests():
+        if waiting and step % every == 0:
+            name, ids = waiting.pop(0)
+            llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, greedy(tokens))
+        for name in [name for name, at in abort.items() if at == step]:
+            llm.llm_engine.abort_request([name])
+        for output in llm.llm_engine.step():
+            if output.finished:
+                done[output.request_id] = list(output.outputs[0].token_ids)
+        step += 1
+    return done
+
+
+def named(texts: list[list[int]], prefix: str) -> dict[str, list[int]]:
+    return {f"{prefix}{i}": ids for i, ids in enumerate(texts)}
+
+
+def accepted(drafts) -> list[int]:
+    """Accepted proposals per round, of one request's drafts."""
+    return [len(draft.window) - 1 - draft.rejected for draft in drafts[1:]]
+
+
 # Before vLLM is imported: one process, no network, a small cache.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
