@@ -98,7 +98,7 @@ class Recorder:
     def __init__(self, engine, script=None):
         self.runner = model_runner(engine)
         self.proposer, self.script, self.drafts = self.runner.drafter, script, []
-        self.scheduled: list[dict[str, int]] = []
+        self.batches: list[int] = []  # requests of each step
 
     def __enter__(self):
         proposer = self.proposer
@@ -123,6 +123,7 @@ class Recorder:
         cad, rejected = given["cad"], given["num_rejected_tokens_gpu"]
         logits = self.proposer.model.draft_logits(hidden_states)
         replaced = tokens.clone()
+        self.batches.append(len(self.runner.input_batch.req_ids))
         for i, request in enumerate(self.runner.input_batch.req_ids):
             start, end = (int(cad.query_start_loc[j]) for j in (i, i + 1))
             rows = slice(i * proposals, (i + 1) * proposals)
