@@ -457,7 +457,8 @@ def test_checkpoints_hold_the_drafter_alone(target, tmp_path):
 
 
 def test_best_checkpoint_is_loaded_at_the_end(target, tmp_path):
-    """`load_best_model_at_end`, with a learning rate that makes every further step worse."""
+    """R36: `load_best_model_at_end`, with a learning rate that makes every further step worse; the target stays."""
+    before = {name: weight.clone() for name, weight in target.state_dict().items()}
     rows = random_rows(LENGTHS)
     trainer = make_trainer(
         target, make_drafter(target), tmp_path, rows, eval_dataset=rows, eval_strategy="steps", eval_steps=1,
@@ -472,10 +473,11 @@ def test_best_checkpoint_is_loaded_at_the_end(target, tmp_path):
     for name, weight in weights_of(trainer.drafter).items():
         assert torch.equal(weight, saved[name]), name
     assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[best], rel=1e-6)
+    assert all(torch.equal(weight, before[name]) for name, weight in target.state_dict().items())
 
 
 def test_checkpoint_of_another_drafter_is_refused(target, tmp_path):
-    """Instead of a run that goes on with half of the weights, or with the wrong tokens."""
+    """R18 among them: instead of a run that goes on with half of the weights, or with the wrong tokens."""
     train(target, tmp_path, save_strategy="steps", save_steps=4)
     checkpoint = str(tmp_path / "checkpoint-4")
     control = make_trainer(target, make_drafter(target, carry=False), tmp_path, random_rows(LENGTHS))
