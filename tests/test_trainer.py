@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import tiny_drafter, tiny_llama
 from safetensors.torch import load_file
+from tiny_targets import counting_target
 from training_helpers import losses_of, make_arguments, make_batch, make_trainer, random_rows, weights_of
 from transformers import TrainingArguments
 
@@ -221,21 +222,6 @@ def test_autocast_runs_in_low_precision_without_touching_the_head(target, tmp_pa
 
 
 # Labels
-
-
-def counting_target():
-    """A Llama whose next token is always `(t + 1) mod 64`: its layers add nothing, its head reads the embedding."""
-    model = tiny_llama(hidden_size=32)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        embedding = torch.nn.functional.normalize(
-            torch.randn((64, 32), generator=torch.Generator().manual_seed(0)), dim=-1
-        )
-        model.model.embed_tokens.weight.copy_(embedding)
-        model.lm_head.weight.copy_(embedding.roll(1, dims=0) * 5)
-    return model
 
 
 def test_overfitted_drafter_is_accepted_whole(tmp_path):
