@@ -119,10 +119,6 @@ def test_a_cached_prefix_drafts_as_before(conversations):
     [
         pytest.param({"num_gpu_blocks_override": 14, "max_num_seqs": 4}, id="few-blocks"),
         pytest.param({"max_num_batched_tokens": 64, "max_num_seqs": 4}, id="chunks-of-64"),
-        pytest.param(
-            {"num_gpu_blocks_override": 14, "max_num_batched_tokens": 64, "max_num_seqs": 4},
-            id="few-blocks-and-chunks",
-        ),
     ],
 )
 def test_a_cached_prefix_with_preemption_and_in_chunks(options, conversations):
