@@ -51,6 +51,7 @@ def check(target, drafter, batch, **kwargs):
     "family", ["llama", "qwen3", "mistral", "gemma3", "gemma4", "mixtral", "gpt_neox", "gpt2", "lora"]
 )
 def test_greedy_outputs_of_every_family(family):
+    """R12: left-padded batches, each row as it is alone."""
     target = tiny_target(family)
     drafter = tiny_drafter(target, block_size=4, markov_rank=4)
     report = check(target, drafter, prompts(9, 4, 12, 7))

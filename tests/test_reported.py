@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from fresh_process import python
+from huggingface_hub import ModelCard, metadata_load
 from safetensors.torch import load_file, save_file
 from tiny_targets import (
     PROMPT_LENGTH,
@@ -28,7 +29,8 @@ from tiny_targets import (
 )
 from training_helpers import make_arguments, make_trainer, random_rows
 
-from hf_carryover import CarryoverConfig, CarryoverDrafter, CarryoverTrainer, check_fit
+from hf_carryover import CarryoverConfig, CarryoverDrafter, CarryoverTrainer, check_fit, model_card
+from hf_carryover.hub.publish import _name_of_target
 
 
 NEW = 40
@@ -270,6 +272,40 @@ def test_a_checkpoint_of_training_loads_anywhere(tmp_path):
     hidden = python(LOAD, checkpoint, "hidden", folder=tmp_path).splitlines()[-1].split(" ", 1)
     assert (seen[0], hidden[0]) == ("hf_carryover", "transformers_modules")
     assert seen[1] == hidden[1]
+
+
+def test_a_card_names_no_path(tmp_path, monkeypatch):
+    """R37: trained against a local target, a card names no base model; its metadata are valid, and it is short."""
+    monkeypatch.chdir(tmp_path)
+    tiny_target("llama").save_pretrained("out/target")
+    target = type(tiny_target("llama")).from_pretrained("./out/target")
+    trainer = make_trainer(target, tiny_drafter(target), tmp_path / "run", random_rows([9]), max_steps=1)
+    trainer.train()
+    trainer.state.log_history += [{"step": i, "block_loss": 1.0, "loss": 1.0} for i in range(2, 5001)]
+    for place in ("./out/target", "out/target", str(tmp_path / "out" / "target"), "/target", "../target", "~/target"):
+        target.config._name_or_path = place
+        assert _name_of_target(trainer) is None
+        trainer.create_model_card(finetuned_from=place)
+        readme = Path(tmp_path, "run", "README.md")
+        data = metadata_load(readme)
+        assert "base_model" not in data and data["library_name"] == "hf_carryover"
+        assert {"speculative-decoding", "carryover"} <= set(data["tags"])
+        assert ModelCard.load(readme).data.to_dict() == data
+        text = readme.read_text()
+        assert "| carryover | 5000 |" in text and len(text) < 6000
+        assert place not in text and str(tmp_path) not in text
+    target.config._name_or_path = "owner/name"
+    assert _name_of_target(trainer) == "owner/name"
+    trainer.create_model_card(finetuned_from="owner/name")
+    assert metadata_load(readme)["base_model"] == "owner/name"
+
+
+@pytest.mark.parametrize("names", [{"base_model": "./out/target"}, {"datasets": ["owner/name", "/data/prompts"]}])
+def test_a_path_in_place_of_a_name_is_refused(names):
+    """R37: before anything is pushed."""
+    key = next(iter(names))
+    with pytest.raises(ValueError, match=rf"`{key}` must be a Hub id, such as 'owner/name', got '(\./out|/data)"):
+        model_card(tiny_drafter(tiny_target("llama")), "owner/drafter", **names)
 
 
 def test_an_edited_readme_survives(tmp_path):

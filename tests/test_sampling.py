@@ -11,11 +11,13 @@ import functools
 
 import pytest
 import torch
-from tiny_targets import follow_script, prompt_ids, tiny_drafter, tiny_llama
+from tiny_targets import counting_target, follow_script, prompt_ids, tiny_drafter, tiny_llama
+from training_helpers import fit_drafter
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.logits_process import MinPLogitsWarper, TopPLogitsWarper
 
+from hf_carryover import CarryoverConfig
 from hf_carryover.generation import CarryoverCandidateGenerator
 
 
@@ -200,6 +202,42 @@ def test_argmax_drafting_returns_a_one_point_distribution():
     candidates, logits = make_generator(drafter).draw_processed(PROMPT, base)
     assert candidates[0, PROMPT.shape[1] :].tolist() == [1, 0, 5]
     assert logits.softmax(dim=-1)[0].tolist() == torch.eye(V)[[1, 0, 5]].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [8.0, 1.3], ids=["certain", "noisy"])
+def test_independent_slots_at_temperature_one(scale, tmp_path):
+    """
+    R4: a trained pair without a Markov head, 20 prompts of 64 tokens. Where the target is sure of itself the default
+    keeps four fifths of greedy's tokens per round; where slots that are drawn apart do not fit together, `"argmax"`
+    is the way out.
+    """
+    target = counting_target(scale)
+    torch.manual_seed(0)
+    start, options = torch.randint(0, 64, (96, 2)), {"do_sample": True, "top_k": 0}
+    mask = torch.ones_like(start)
+    texts = target.generate(start, attention_mask=mask, max_new_tokens=38, **options).tolist()
+    drafter = tiny_drafter(target, carry=False, block_size=5, num_hidden_layers=1, std=0.1)
+    training = {"stage": "baseline", "per_device_train_batch_size": 16, "anchors_per_response": 8}
+    fit_drafter(target, drafter, texts, [2] * 96, tmp_path, max_steps=240, learning_rate=1e-2, **training)
+
+    def tokens_per_round(sampling, **options):
+        drafter.config.draft_sampling = sampling
+        torch.manual_seed(3)
+        committed = rounds = 0
+        for i in range(0, 60, 3):
+            target.generate(torch.tensor([[i, i + 1]]), assistant_model=drafter, max_new_tokens=64, **options)
+            committed += sum(drafter.last_report.committed)
+            rounds += drafter.last_report.rounds
+        return committed / rounds
+
+    usual = CarryoverConfig().draft_sampling
+    greedy, default = tokens_per_round(usual, do_sample=False), tokens_per_round(usual, **options)
+    assert greedy > 2.5
+    if scale == 8.0:
+        assert default >= 0.8 * greedy
+    else:
+        assert tokens_per_round("argmax", **options) > 1.05 * default > 1.05 * 1.2
 
 
 def test_sampling_from_a_certain_target_accepts_the_oracle():

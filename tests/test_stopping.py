@@ -5,6 +5,7 @@ A criterion is asked about every committed prefix, once and in order, whatever i
 """
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,6 +180,30 @@ def test_stop_strings(target, text, length):
     assert want.shape[1] == PROMPT_LENGTH + place + 1
     for drafter in (right(target, text), tiny_drafter(target, block_size=B)):
         assert assisted(target, prompt_ids(), drafter, **options).tolist() == want.tolist()
+
+
+@pytest.mark.slow
+def test_stop_string_of_a_real_tokenizer():
+    """R2: SmolLM2 goes through the alphabet; the text ends behind " E", two tokens on, however much is accepted."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hf_carryover import CarryoverDrafter
+    from hf_carryover.smollm2 import prepare_smollm2
+
+    folder = prepare_smollm2()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("A B C D E F G H " * 3 + "A B C", return_tensors="pt").input_ids
+    options = {"stop_strings": [" E"], "tokenizer": tokenizer, "max_new_tokens": 20}
+    want = plain(model, ids, **options)
+    assert want.shape[1] == ids.shape[1] + 2 and tokenizer.decode(want[0]).endswith("A B C D E")
+    beyond = plain(model, ids, max_new_tokens=20)
+    shipped = Path(__file__).parents[1] / "model_cards" / "smollm2-135m-markov-carryover"
+    for knows in (False, True):
+        drafter = CarryoverDrafter.from_pretrained(shipped, dtype=torch.float32)
+        if knows:
+            follow_script(drafter, beyond, 7)
+        assert assisted(model, ids, drafter, **options).tolist() == want.tolist()
 
 
 def test_no_criterion_leaves_the_arguments_alone(target):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import tiny_drafter, tiny_llama
 from safetensors.torch import load_file
+from tiny_targets import counting_target
 from training_helpers import losses_of, make_arguments, make_batch, make_trainer, random_rows, weights_of
 from transformers import TrainingArguments
 
@@ -221,21 +222,6 @@ def test_autocast_runs_in_low_precision_without_touching_the_head(target, tmp_pa
 
 
 # Labels
-
-
-def counting_target():
-    """A Llama whose next token is always `(t + 1) mod 64`: its layers add nothing, its head reads the embedding."""
-    model = tiny_llama(hidden_size=32)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        embedding = torch.nn.functional.normalize(
-            torch.randn((64, 32), generator=torch.Generator().manual_seed(0)), dim=-1
-        )
-        model.model.embed_tokens.weight.copy_(embedding)
-        model.lm_head.weight.copy_(embedding.roll(1, dims=0) * 5)
-    return model
 
 
 def test_overfitted_drafter_is_accepted_whole(tmp_path):
@@ -457,7 +443,8 @@ def test_checkpoints_hold_the_drafter_alone(target, tmp_path):
 
 
 def test_best_checkpoint_is_loaded_at_the_end(target, tmp_path):
-    """`load_best_model_at_end`, with a learning rate that makes every further step worse."""
+    """R36: `load_best_model_at_end`, with a learning rate that makes every further step worse; the target stays."""
+    before = {name: weight.clone() for name, weight in target.state_dict().items()}
     rows = random_rows(LENGTHS)
     trainer = make_trainer(
         target, make_drafter(target), tmp_path, rows, eval_dataset=rows, eval_strategy="steps", eval_steps=1,
@@ -472,10 +459,11 @@ def test_best_checkpoint_is_loaded_at_the_end(target, tmp_path):
     for name, weight in weights_of(trainer.drafter).items():
         assert torch.equal(weight, saved[name]), name
     assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[best], rel=1e-6)
+    assert all(torch.equal(weight, before[name]) for name, weight in target.state_dict().items())
 
 
 def test_checkpoint_of_another_drafter_is_refused(target, tmp_path):
-    """Instead of a run that goes on with half of the weights, or with the wrong tokens."""
+    """R18 among them: instead of a run that goes on with half of the weights, or with the wrong tokens."""
     train(target, tmp_path, save_strategy="steps", save_steps=4)
     checkpoint = str(tmp_path / "checkpoint-4")
     control = make_trainer(target, make_drafter(target, carry=False), tmp_path, random_rows(LENGTHS))

@@ -15,6 +15,8 @@ from vllm_helpers import (
     DRAFTERS,
     Recorder,
     Reference,
+    accepted,
+    arrive,
     build_drafter,
     build_target,
     engine,
@@ -22,6 +24,7 @@ from vllm_helpers import (
     generate,
     greedy,
     model_runner,
+    named,
     prompts,
     scripted,
 )
@@ -76,31 +79,6 @@ def plain(folder, target):
         return [known[tuple(ids), tokens] for ids in texts]
 
     return _plain
-
-
-def arrive(llm, texts: dict[str, list[int]], tokens: int, every: int = 3, abort: dict[str, int] | None = None):
-    """Add one request each `every` steps, abort some after so many steps, and step until all are done."""
-    waiting, done, step, abort = list(texts.items()), {}, 0, dict(abort or {})
-    while waiting or llm.llm_engine.has_unfinished_requests():
-        if waiting and step % every == 0:
-            name, ids = waiting.pop(0)
-            llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, greedy(tokens))
-        for name in [name for name, at in abort.items() if at == step]:
-            llm.llm_engine.abort_request([name])
-        for output in llm.llm_engine.step():
-            if output.finished:
-                done[output.request_id] = list(output.outputs[0].token_ids)
-        step += 1
-    return done
-
-
-def named(texts: list[list[int]], prefix: str) -> dict[str, list[int]]:
-    return {f"{prefix}{i}": ids for i, ids in enumerate(texts)}
-
-
-def accepted(drafts) -> list[int]:
-    """Accepted proposals per round, of one request's drafts."""
-    return [len(draft.window) - 1 - draft.rejected for draft in drafts[1:]]
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

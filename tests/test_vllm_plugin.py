@@ -66,6 +66,12 @@ def test_the_method_and_the_number_of_proposals_may_be_left_out(folder, target):
             r"only full attention is supported",
             id="sliding",
         ),
+        pytest.param(
+            {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+            {},
+            r"`layer_types` is \['sliding_attention', 'full_attention'\]; in vLLM only full attention is supported",
+            id="partly-sliding",
+        ),
         pytest.param({"hidden_act": "gelu"}, {}, r'`hidden_act` is "gelu"', id="activation"),
         pytest.param({}, {"method": "eagle"}, r"works with `method` \"dflash\"|eagle|Eagle", id="method"),
         pytest.param({"num_target_layers": 9}, {}, r"`num_target_layers` is 9, the target has 4", id="other-target"),
@@ -82,6 +88,7 @@ def test_the_method_and_the_number_of_proposals_may_be_left_out(folder, target):
     ],
 )
 def test_what_can_not_be_served_is_refused(values, options, message, folder, target, tmp_path):
+    """Case R24 among them: windows, which would count slots there, are not silently dropped."""
     drafter_folder = save(tmp_path, target, **values)
     with pytest.raises(Exception, match=message):
         speculative(folder, drafter_folder, **options)
@@ -110,6 +117,7 @@ def test_a_checkpoint_without_exactly_the_drafters_tensors_is_refused(change, me
 
 
 def test_hooks_are_installed_once_and_all_of_them():
+    """Case R27 (d): registering twice is harmless."""
     from hf_carryover import vllm as plugin
     from hf_carryover.vllm import hooks
 

@@ -83,6 +83,24 @@ _BUILDERS = {
 TARGETS = list(_BUILDERS)
 
 
+def counting_target(scale: float = 5.0):
+    """
+    A Llama whose likeliest next token is `(t + 1) mod 64`, and a certain one from a `scale` of about 5 on: its layers
+    add nothing, its head reads the embedding.
+    """
+    model = tiny_llama(hidden_size=32)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embedding = torch.nn.functional.normalize(
+            torch.randn((64, 32), generator=torch.Generator().manual_seed(0)), dim=-1
+        )
+        model.model.embed_tokens.weight.copy_(embedding)
+        model.lm_head.weight.copy_(embedding.roll(1, dims=0) * scale)
+    return model
+
+
 @functools.cache
 def tiny_target(name: str):
     """The target called `name`, built once; tests must not change it."""
@@ -200,6 +218,7 @@ __all__ = [
     "assisted",
     "build",
     "count_forwards",
+    "counting_target",
     "follow_script",
     "pairwise",
     "plain",

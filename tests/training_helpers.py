@@ -51,6 +51,17 @@ def random_rows(lengths, prompt=4, seed=0):
     ]
 
 
+def fit_drafter(target, drafter, texts, prompt_lengths, output_dir, **kwargs):
+    """Train `drafter` on texts of the target until it knows them: most of its proposals there are accepted."""
+    rows = [
+        {"id": str(i), "input_ids": text, "response_mask": [0] * n + [1] * (len(text) - n)}
+        for i, (text, n) in enumerate(zip(texts, prompt_lengths))
+    ]
+    options = {"max_steps": 60, "learning_rate": 8e-3, "anchors_per_response": 20, "logging_steps": 1000}
+    make_trainer(target, drafter, output_dir, rows, **{**options, **kwargs}).train()
+    return drafter.eval()
+
+
 def losses_of(trainer):
     """Every logged training loss."""
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -61,4 +72,4 @@ def weights_of(drafter):
     return {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
 
 
-__all__ = ["losses_of", "make_arguments", "make_batch", "make_trainer", "random_rows", "weights_of"]
+__all__ = ["fit_drafter", "losses_of", "make_arguments", "make_batch", "make_trainer", "random_rows", "weights_of"]

@@ -98,7 +98,7 @@ class Recorder:
     def __init__(self, engine, script=None):
         self.runner = model_runner(engine)
         self.proposer, self.script, self.drafts = self.runner.drafter, script, []
-        self.scheduled: list[dict[str, int]] = []
+        self.batches: list[int] = []  # requests of each step
 
     def __enter__(self):
         proposer = self.proposer
@@ -123,6 +123,7 @@ class Recorder:
         cad, rejected = given["cad"], given["num_rejected_tokens_gpu"]
         logits = self.proposer.model.draft_logits(hidden_states)
         replaced = tokens.clone()
+        self.batches.append(len(self.runner.input_batch.req_ids))
         for i, request in enumerate(self.runner.input_batch.req_ids):
             start, end = (int(cad.query_start_loc[j]) for j in (i, i + 1))
             rows = slice(i * proposals, (i + 1) * proposals)
@@ -282,6 +283,31 @@ def generate(engine, texts: list[list[int]], params) -> list[list[int]]:
     """Output token ids, in the order of the prompts."""
     outputs = engine.generate([{"prompt_token_ids": ids} for ids in texts], params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def arrive(llm, texts: dict[str, list[int]], tokens: int, every: int = 3, abort: dict[str, int] | None = None):
+    """Add one request each `every` steps, abort some after so many steps, and step until all are done."""
+    waiting, done, step, abort = list(texts.items()), {}, 0, dict(abort or {})
+    while waiting or llm.llm_engine.has_unfinished_requests():
+        if waiting and step % every == 0:
+            name, ids = waiting.pop(0)
+            llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, greedy(tokens))
+        for name in [name for name, at in abort.items() if at == step]:
+            llm.llm_engine.abort_request([name])
+        for output in llm.llm_engine.step():
+            if output.finished:
+                done[output.request_id] = list(output.outputs[0].token_ids)
+        step += 1
+    return done
+
+
+def named(texts: list[list[int]], prefix: str) -> dict[str, list[int]]:
+    return {f"{prefix}{i}": ids for i, ids in enumerate(texts)}
+
+
+def accepted(drafts) -> list[int]:
+    """Accepted proposals per round, of one request's drafts."""
+    return [len(draft.window) - 1 - draft.rejected for draft in drafts[1:]]
 
 
 # Before vLLM is imported: one process, no network, a small cache.

@@ -129,6 +129,12 @@ def read_drafter(checkpoint: Checkpoint, target: nn.Module | str | Path | None =
         _compare_copies(checkpoint, reading, about.model)
     if reading.config.get("num_target_layers") is None:
         reading.config["num_target_layers"] = about.num_layers
+    depth = reading.config["num_target_layers"]
+    if depth is not None and reading.config["target_layer_ids"][-1] == depth - 1:
+        reading.notes.append(
+            "The target's last layer is read behind the final norm, as transformers returns it. A drafter that was "
+            "trained on the states in front of the norm, as engines hand them out, is accepted less."
+        )
     reading.config.update(carry=False, converted_from={"format": kind, "config": copy.deepcopy(checkpoint.config)})
     return reading
 

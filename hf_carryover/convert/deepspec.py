@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .formats import Reading, backbone
+from .formats import Reading, backbone, layer_ids
 
 
 NAME = "deepspec"
@@ -28,7 +28,7 @@ def read(config: dict[str, Any], tensors: dict) -> Reading:
     layers = backbone(config, reading.notes)
     if "sliding_attention" in layers["layer_types"]:
         raise ValueError("DeepSpec drafters have full attention only, this config names sliding layers.")
-    ids = list(config["target_layer_ids"])
+    ids = layer_ids(config, "target_layer_ids")
     if -1 in ids:
         raise ValueError(f"`target_layer_ids` {ids} taps the embedding (-1), which is not supported.")
     reading.config = {

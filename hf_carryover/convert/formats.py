@@ -101,6 +101,12 @@ def backbone(values: dict[str, Any], notes: list[str], model_type: str = "qwen3"
         rope = dict(rope["sliding_attention"])
     if rope.get("rope_type", "default") == "default" and rope.pop("partial_rotary_factor", 1.0) != 1.0:
         notes.append("Ignored `partial_rotary_factor`, as the original does for plain RoPE.")
+    for place in (values, rope):
+        if place.get("is_neox_style") is False or place.get("rope_interleaved") or place.get("rope_interleave"):
+            raise ValueError(
+                "The config asks for RoPE in interleaved pairs, which is not supported: dimension i of a drafter's "
+                "key turns with dimension i + half."
+            )
     result["rope_parameters"] = rope
     result["layer_types"] = getattr(parsed, "layer_types", None)
     result["sliding_window"] = getattr(parsed, "sliding_window", None)
@@ -111,8 +117,21 @@ def backbone(values: dict[str, Any], notes: list[str], model_type: str = "qwen3"
     return result
 
 
+def layer_ids(config: dict[str, Any], name: str) -> list[int]:
+    """The tapped layers as the key `name` gives them; no formula stands in for a missing list."""
+    if not config.get(name):
+        raise ValueError(f"The config names no `{name}`, so the target layers the drafter reads are unknown.")
+    return list(config[name])
+
+
 def backbone_config(config: CarryoverConfig) -> dict[str, Any]:
     """The Qwen3 part of a config to write, for the layers of `config`."""
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default" and rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"The layers of other formats turn whole keys, this drafter's a part of them (`partial_rotary_factor` "
+            f"{rope['partial_rotary_factor']}): only 'carryover' has a place for it."
+        )
     values = {name: getattr(config, name) for name in BACKBONE_FIELDS}
     sliding = "sliding_attention" in config.layer_types
     return {

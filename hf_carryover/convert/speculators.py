@@ -13,7 +13,7 @@ from typing import Any
 
 from ..configuration_carryover import CarryoverConfig
 from .deepspec import check_markov
-from .formats import Reading, backbone, backbone_config, require
+from .formats import Reading, backbone, backbone_config, layer_ids, require
 
 
 NAME = "speculators"
@@ -32,7 +32,7 @@ def read(config: dict[str, Any], tensors: dict) -> Reading:
         raise ValueError(f"`target_hidden_size` {target_width} differs from `hidden_size` {layers['hidden_size']}.")
     if layers["sliding_window"] is None:  # sliding layers without a window see everything
         layers["layer_types"] = None
-    ids = [k - 1 for k in config["aux_hidden_state_layer_ids"]]
+    ids = [k - 1 for k in layer_ids(config, "aux_hidden_state_layer_ids")]
     if -1 in ids:
         raise ValueError("`aux_hidden_state_layer_ids` taps the embedding (0), which is not supported.")
     if config.get("mask_token_id") is None:
@@ -64,6 +64,11 @@ def _read_heads(reading: Reading, reduced: bool) -> None:
     if reading.config["own_head"]:
         reading.tensors["head_weight"] = reading.tensors.pop("lm_head.weight")
     if reduced:
+        missing = sorted({"d2t", "t2d"} - set(reading.tensors))
+        if missing:
+            raise ValueError(
+                f"The tensors have no {missing}: the draft vocabulary is reduced, and its tokens unknown."
+            )
         ids = reading.tensors["d2t"]
         if not bool((ids.diff() >= 0).all()):
             raise ValueError(

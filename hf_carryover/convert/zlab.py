@@ -3,7 +3,8 @@
 z-lab DFlash (`DFlashDraftModel`): Qwen3 layers, the target's embedding and head, row 0 of a block the anchor.
 
 `block_size` counts the anchor's row. Layer ids are ours: `k` is the output of decoder layer `k`. Embeddings are rows
-of the target's weight, whatever its module does to them. Sliding layers are causal unless `is_causal` says otherwise.
+of the target's weight, whatever its module does to them. A head, where a folder has one, is the drafter's own. Sliding
+layers are causal unless `is_causal` says otherwise.
 """
 
 from __future__ import annotations
@@ -35,7 +36,13 @@ def read(config: dict[str, Any], tensors: dict) -> Reading:
         raise ValueError(f"`dflash_config` has {unknown}, whose meaning is not known here. Known: {sorted(_READ)}.")
 
     def value(name: str, default=None):
-        return dflash.get(name, config.get(name, default))
+        inner, beside = dflash.get(name), config.get(name)
+        if inner is not None and beside is not None and inner != beside:
+            raise ValueError(
+                f"The config names two values of `{name}`: {inner} in `dflash_config` and {beside} beside it. Remove "
+                "the one that the drafter was not trained with."
+            )
+        return next((given for given in (inner, beside) if given is not None), default)
 
     reading = Reading({}, dict(tensors))
     layers = backbone(config, reading.notes)
@@ -58,7 +65,9 @@ def read(config: dict[str, Any], tensors: dict) -> Reading:
         "logit_softcapping": float(softcap) if softcap else None,
     }
     reading.drop("embed_tokens.", "the embedding is the target's")
-    reading.drop("lm_head.", "the head is the target's")
+    if "lm_head.weight" in reading.tensors:  # the format has none: it was put there to be used
+        reading.config["own_head"] = True
+        reading.tensors["head_weight"] = reading.tensors.pop("lm_head.weight")
     return reading
 
 

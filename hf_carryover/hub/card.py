@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from ..adapters import has_adapter
 from ..modeling_carryover import CarryoverDrafter
@@ -22,6 +24,20 @@ DEFAULT_LIMITS = (
     "depends on the kind of text; measure it on yours with `hf-carryover bench`. The drafter works with this target "
     "only, and with one sequence at a time in `generate`."
 )
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name` can be that of a repository; a path that begins with a dot, a slash or a tilde can't."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def hub_id_of(name: str | None) -> str | None:
+    """`name`, under which a model was loaded, if it is its name on the Hub: not one without owner, nor a folder."""
+    return name if name and name.count("/") == 1 and is_hub_id(name) and not Path(name).exists() else None
 
 
 def model_card(
@@ -60,8 +76,16 @@ def model_card(
         `huggingface_hub.ModelCard`, whose metadata its own classes have validated.
 
     Raises:
-        ValueError: If the report or the metadata are not valid.
+        ValueError: If the report or the metadata are not valid, or a path stands where the Hub expects a name.
     """
+    for key, named in (("base_model", base_model), ("datasets", datasets)):
+        names = named if isinstance(named, list) else [named]
+        wrong = [given for given in names if given is not None and not is_hub_id(given)]
+        if wrong:
+            raise ValueError(
+                f"`{key}` must be a Hub id, such as 'owner/name', got {wrong[0]!r}: the Hub refuses a card that names "
+                "a local path. Leave it out where the model or data set has no name there."
+            )
     content, _ = read_report(report)
     chosen = system_of(content, system) if content is not None else None
     metadata = ModelCardData(

@@ -33,7 +33,7 @@ from ..adapters import CONFIG_FILE as ADAPTER_FILE
 from ..adapters import has_adapter
 from ..convert.formats import detect_format
 from ..modeling_carryover import CarryoverDrafter
-from .card import finite, model_card
+from .card import finite, hub_id_of, model_card
 from .results import read_report
 from .retry import with_retries
 from .run import Run
@@ -141,8 +141,7 @@ def _unpack(source, runs) -> tuple[CarryoverDrafter, dict[str, Run]]:
 def _name_of_target(source) -> str | None:
     """The Hub id under which a trainer's target was loaded; a local folder is nobody else's name for it."""
     target = getattr(getattr(source, "target", None), "model", None)
-    name = getattr(getattr(target, "config", None), "_name_or_path", "") or ""
-    return name if name.count("/") == 1 and not Path(name).exists() else None
+    return hub_id_of(getattr(getattr(target, "config", None), "_name_or_path", None))
 
 
 def _write_records(folder: Path, runs: dict[str, Run]) -> None:

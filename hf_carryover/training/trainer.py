@@ -266,10 +266,13 @@ class CarryoverTrainer(DraftVerifyDraft):
     def create_model_card(self, **kwargs) -> None:
         """Write the drafter's card to the output folder; see [`model_card`] for what can be given."""
         from ..hub import Run, model_card
+        from ..hub.card import hub_id_of
 
         kwargs = {key: value for key, value in kwargs.items() if value is not None}
         name = kwargs.pop("model_name", None) or Path(self.args.output_dir).name
         kwargs.setdefault("runs", {self.args.stage: Run.of_trainer(self)})
+        # What a model was loaded from; a local folder is nobody else's name for it.
+        kwargs["finetuned_from"] = hub_id_of(kwargs.get("finetuned_from"))
         for ours, theirs in (("base_model", "finetuned_from"), ("datasets", "dataset")):
             if theirs in kwargs:
                 kwargs.setdefault(ours, kwargs.pop(theirs))
