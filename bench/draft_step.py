@@ -326,6 +326,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def write(options: argparse.Namespace, results: list[dict]) -> None:
+    """The report so far."""
+    arguments = {key: value for key, value in vars(options).items() if key not in ("output", "target")}
+    arguments["target"] = Path(options.target).name if options.target else None
+    report = {"arguments": arguments, "machine": describe_machine(), **provenance(), "results": results}
+    Path(options.output).parent.mkdir(parents=True, exist_ok=True)
+    Path(options.output).write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     logging.set_verbosity_error()
@@ -344,14 +353,10 @@ def main(argv: list[str] | None = None) -> int:
             case = {"dtype": dtype, "block_size": block_size, "context": context, "same_proposals": shared}
             results.append(case | measure(target, systems, input_ids, options.rounds, options.repetitions))
             print(table(results[-1:]).splitlines()[-1] if len(results) > 1 else table(results), flush=True)
+            if options.output:  # after every case: long contexts take long
+                write(options, results)
             if options.profile:
                 print(profile_table(target, systems, input_ids, 4), flush=True)
-    if options.output:
-        arguments = {key: value for key, value in vars(options).items() if key not in ("output", "target")}
-        arguments["target"] = Path(options.target).name if options.target else None
-        report = {"arguments": arguments, "machine": describe_machine(), **provenance(), "results": results}
-        Path(options.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.output).write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 
