@@ -22,10 +22,10 @@ def make_arguments(output_dir, **kwargs):
 
 
 def make_trainer(target, drafter, output_dir, rows, **kwargs):
-    """A trainer over `rows`; `eval_dataset` is the trainer's, every other keyword an argument."""
-    eval_dataset = kwargs.pop("eval_dataset", None)
+    """A trainer over `rows`; `eval_dataset` and `peft_config` are the trainer's, every other keyword an argument."""
+    own = {name: kwargs.pop(name, None) for name in ("eval_dataset", "peft_config")}
     args = make_arguments(output_dir, **{"per_device_train_batch_size": len(rows), **kwargs})
-    return CarryoverTrainer(drafter, target, args, train_dataset=rows, eval_dataset=eval_dataset)
+    return CarryoverTrainer(drafter, target, args, train_dataset=rows, **own)
 
 
 def make_batch(trainer, anchors=None):

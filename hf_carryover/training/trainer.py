@@ -104,8 +104,10 @@ class CarryoverTrainer(DraftVerifyDraft):
             self.target.check_branches()
         self._vocab_size = model.config.vocab_size
         kwargs.setdefault("data_collator", RecordingCollator())
-        model = model.float()
+        model = first = model.float()
         if peft_config is not None:
+            # A new adapter changes nothing yet: first drafts are those of the drafter it is put on, and so shared.
+            first = copy.deepcopy(model) if args.carry_cache_dir is not None else model
             add_adapter(model, peft_config)
         elif has_adapter(model):  # a loaded one is frozen
             train_adapter(model)
@@ -134,7 +136,6 @@ class CarryoverTrainer(DraftVerifyDraft):
         if args.carry_cache_dir is not None and args.stage == "carryover":
             self.target.check_branches()
             # Before any checkpoint is loaded: a resumed run goes on with the first drafts it began with.
-            first = model
             if args.first_drafter is not None:
                 first = CarryoverDrafter.from_pretrained(args.first_drafter, carry=False, dtype=torch.float32)
                 check_same_block(first, model)
