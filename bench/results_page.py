@@ -139,6 +139,31 @@ def speed() -> dict[str, str | None]:
     }
 
 
+def adapter() -> str | None:
+    """An adapter against full fine-tuning from the same drafter: τ, gain over that, and what each costs."""
+    report, costs = load("smollm2-adapter-replay.json"), load("smollm2-adapter.json")
+    if report is None or costs is None:
+        return None
+    means = Acceptance(report["results"]["greedy"], (HELD_OUT,))
+
+    def gain(weights, name):
+        return means.tau(weights, name, MEAN) - means.tau(weights, "start", MEAN)
+
+    head = ["drafter", "trained", "file, MB", "gradients and optimizer, MB", "training, s", "τ", "gain over the start"]
+    body = [["start", "–", "–", "–", "–", cell(means.estimate("start", MEAN).to_dict()), "–"]]
+    for name, label in (("full", "full fine-tuning"), ("adapter", "adapter")):
+        cost = costs[name]
+        cells = [f"{cost['trained']:,}", f"{cost['file_bytes'] / 1e6:.1f}", f"{12 * cost['trained'] / 1e6:.1f}"]
+        cells += [f"{cost['seconds']:.0f}", cell(means.estimate(name, MEAN).to_dict())]
+        body.append([label, *cells, cell(means.change(name, "start", MEAN).to_dict(), "{:+.1%}")])
+    share = means.bootstrap(lambda weights: gain(weights, "adapter") / gain(weights, "full")).to_dict()
+    against = cell(means.change("adapter", "full", MEAN).to_dict(), "{:+.1%}")
+    return (
+        f"{pipe_table(head, body)}\n\nThe adapter keeps {cell(share, '{:.0%}')} of full fine-tuning's gain; its τ "
+        f"against full fine-tuning's: {against}."
+    )
+
+
 def readme(bench: dict | None) -> str:
     """What the front page says: acceptance of both drafters, mean of the sets, and speed, each with its control."""
     body = []
@@ -172,6 +197,7 @@ def sections() -> dict[str, str | None]:
         "markov": acceptance("smollm2-markov-replay.json"),
         "dflash": acceptance("smollm2-dflash-replay.json"),
         "scaling": scaling(),
+        "adapter": adapter(),
         "size": size(),
         "rate": rate(),
         "breakeven": break_even(bench),
