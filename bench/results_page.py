@@ -164,6 +164,24 @@ def adapter() -> str | None:
     )
 
 
+def probe() -> str | None:
+    """What is carried: drafters trained equally, each against the one that carries nothing."""
+    report = load("smollm2-probe.json")
+    if report is None:
+        return None
+    means = Acceptance(report["results"]["greedy"], (HELD_OUT,))
+    names = list(report["results"]["greedy"])
+    body = [
+        [
+            "nothing" if name == "control" else name,
+            cell(means.estimate(name, MEAN).to_dict()),
+            "–" if name == "control" else cell(means.change(name, "control", MEAN).to_dict(), "{:+.1%}"),
+        ]
+        for name in names
+    ]
+    return pipe_table(["carried", "τ, mean of sets", "against nothing"], body)
+
+
 def readme(bench: dict | None) -> str:
     """What the front page says: acceptance of both drafters, mean of the sets, and speed, each with its control."""
     body = []
@@ -198,6 +216,7 @@ def sections() -> dict[str, str | None]:
         "dflash": acceptance("smollm2-dflash-replay.json"),
         "scaling": scaling(),
         "adapter": adapter(),
+        "probe": probe(),
         "size": size(),
         "rate": rate(),
         "breakeven": break_even(bench),
