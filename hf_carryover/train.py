@@ -228,7 +228,8 @@ def training_choices(args: CarryoverTrainingArguments) -> dict:
     values = args.to_dict()
     for item in fields(args):
         key, value = item.name, values.get(item.name)
-        if key.endswith(("_dir", "_from_checkpoint", "_token")):
+        # Progress bars: on or off by the log level, unless said otherwise.
+        if key.endswith(("_dir", "_from_checkpoint", "_token")) or key == "disable_tqdm":
             continue
         default = item.default if item.default_factory is MISSING else item.default_factory()
         same = value == default or (_unset(value) and _unset(default)) or getattr(args, key) == AcceleratorConfig()

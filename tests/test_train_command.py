@@ -254,7 +254,9 @@ def test_module_runs_as_a_command(tmp_path):
 def test_choices_are_read_without_touching_the_state_of_several_processes(monkeypatch):
     # A second instance of the arguments resets accelerate's state: the first of two processes then passes every
     # barrier alone and leaves, and the other fails.
-    args = CarryoverTrainingArguments(output_dir="x", max_steps=3, report_to="tensorboard", stage="carryover")
+    args = CarryoverTrainingArguments(
+        output_dir="x", max_steps=3, report_to="tensorboard", stage="carryover", disable_tqdm=True
+    )
     state = dict(PartialState._shared_state)
     monkeypatch.setattr(AcceleratorState, "_reset_state", lambda *_: pytest.fail("the state was reset"))
     assert training_choices(args) == {"max_steps": 3, "report_to": ["tensorboard"], "stage": "carryover", "seed": 42}
