@@ -182,6 +182,23 @@ def probe() -> str | None:
     return pipe_table(["carried", "τ, mean of sets", "against nothing"], body)
 
 
+def end_to_end() -> str | None:
+    """Tokens per second over plain decoding, and of pairs of systems, mean of the sets and all prompts together."""
+    report = load("smollm2-dflash-bench.json")
+    if report is None:
+        return None
+    groups, pairs = report["summary"]["groups"], report["summary"]["comparisons"]
+    body = [
+        [f"{name} / {PLAIN}", *(cell(groups[group]["systems"][name]["speedup"]) for group in (MEAN, ALL))]
+        for name in groups[MEAN]["systems"]
+    ]
+    body += [
+        [pair.replace(" - ", " / "), *(cell(by_group[group]["speedup_ratio"]) for group in (MEAN, ALL))]
+        for pair, by_group in pairs.items()
+    ]
+    return pipe_table(["tokens per second", MEAN, ALL], body)
+
+
 def readme(bench: dict | None) -> str:
     """What the front page says: acceptance of both drafters, mean of the sets, and speed, each with its control."""
     body = []
@@ -217,6 +234,7 @@ def sections() -> dict[str, str | None]:
         "scaling": scaling(),
         "adapter": adapter(),
         "probe": probe(),
+        "dflash-bench": end_to_end(),
         "size": size(),
         "rate": rate(),
         "breakeven": break_even(bench),
