@@ -130,11 +130,12 @@ def scaling() -> str | None:
 
 def speed() -> dict[str, str | None]:
     """Tables of the draft step against its peers, of batches, and of the training step."""
-    step, batches, training = load("draft_step.json"), load("batch.json"), load("training.json")
+    step, training = load("draft_step.json"), load("training.json")
+    batches = {name: load(f"{name}.json") for name in ("batch", "batch-long")}
     anchors = 0 if training is None else training["arguments"]["responses"] * training["arguments"]["anchors"]
     return {
         "peers": None if step is None else draft_step.table(step["results"]),
-        "batch": None if batches is None else batch.table(batches),
+        **{name: None if report is None else batch.table(report) for name, report in batches.items()},
         "training": None if training is None else training_step.table(training["cases"], anchors),
     }
 
