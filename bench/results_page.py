@@ -108,8 +108,6 @@ SCALING = (
     ("control-100", "carryover-100", "Markov: baseline 2500, pair 100"),
     ("control-200", "carryover-200", "Markov: baseline 2500, pair 200"),
     ("control-300", "carryover-300", "Markov: baseline 2500, pair 300"),
-    ("control-d120", "carryover-d120", "DFlash: baseline 2700, pair 120"),
-    ("control-d240", "carryover-d240", "DFlash: baseline 2700, pair 240"),
 )
 
 
@@ -150,12 +148,12 @@ def adapter() -> str | None:
     def gain(weights, name):
         return means.tau(weights, name, MEAN) - means.tau(weights, "start", MEAN)
 
-    head = ["drafter", "trained", "file, MB", "gradients and optimizer, MB", "training, s", "τ", "gain over the start"]
+    head = ["drafter", "trained", "file, MB", "gradients and optimizer, MB", "s a step", "τ", "gain over the start"]
     body = [["start", "–", "–", "–", "–", cell(means.estimate("start", MEAN).to_dict()), "–"]]
     for name, label in (("full", "full fine-tuning"), ("adapter", "adapter")):
         cost = costs[name]
         cells = [f"{cost['trained']:,}", f"{cost['file_bytes'] / 1e6:.1f}", f"{12 * cost['trained'] / 1e6:.1f}"]
-        cells += [f"{cost['seconds']:.0f}", cell(means.estimate(name, MEAN).to_dict())]
+        cells += [f"{cost['seconds_a_step']:.2f}", cell(means.estimate(name, MEAN).to_dict())]
         body.append([label, *cells, cell(means.change(name, "start", MEAN).to_dict(), "{:+.1%}")])
     share = means.bootstrap(lambda weights: gain(weights, "adapter") / gain(weights, "full")).to_dict()
     against = cell(means.change("adapter", "full", MEAN).to_dict(), "{:+.1%}")
@@ -163,24 +161,6 @@ def adapter() -> str | None:
         f"{pipe_table(head, body)}\n\nThe adapter keeps {cell(share, '{:.0%}')} of full fine-tuning's gain; its τ "
         f"against full fine-tuning's: {against}."
     )
-
-
-def probe() -> str | None:
-    """What is carried: drafters trained equally, each against the one that carries nothing."""
-    report = load("smollm2-probe.json")
-    if report is None:
-        return None
-    means = Acceptance(report["results"]["greedy"], (HELD_OUT,))
-    names = list(report["results"]["greedy"])
-    body = [
-        [
-            "nothing" if name == "control" else name,
-            cell(means.estimate(name, MEAN).to_dict()),
-            "–" if name == "control" else cell(means.change(name, "control", MEAN).to_dict(), "{:+.1%}"),
-        ]
-        for name in names
-    ]
-    return pipe_table(["carried", "τ, mean of sets", "against nothing"], body)
 
 
 def end_to_end() -> str | None:
@@ -234,7 +214,6 @@ def sections() -> dict[str, str | None]:
         "dflash": acceptance("smollm2-dflash-replay.json"),
         "scaling": scaling(),
         "adapter": adapter(),
-        "probe": probe(),
         "dflash-bench": end_to_end(),
         "size": size(),
         "rate": rate(),
