@@ -16,12 +16,12 @@ import argparse
 import itertools
 import json
 import statistics
-import time
 from pathlib import Path
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, logging
 
+from bench.training_step import timed_steps
 from hf_carryover import CarryoverDrafter, CarryoverTrainer, CarryoverTrainingArguments, drafter_from_target
 from hf_carryover.evaluation.machine import describe_machine, provenance
 from hf_carryover.evaluation.overhead import measure_overhead
@@ -162,17 +162,7 @@ def training(target, drafter, length: int, anchors: int, steps: int, folder: str
         logging_steps=1,
     )
     trainer = CarryoverTrainer(drafter, target, args, train_dataset=rows)
-    ends: list[float] = []
-    original = trainer.training_step
-
-    def training_step(*arguments, **keywords):
-        loss = original(*arguments, **keywords)
-        if target.device.type != "cpu":
-            torch.accelerator.synchronize(target.device)
-        ends.append(time.perf_counter())
-        return loss
-
-    trainer.training_step = training_step
+    ends = timed_steps(trainer)
     memory = Memory(target.device)
     trainer.train()
     seconds = statistics.median(b - a for a, b in itertools.pairwise(ends))

@@ -24,11 +24,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForCausalLM, logging
+
+from hf_carryover import CarryoverDrafter, CarryoverTrainer, CarryoverTrainingArguments
 from hf_carryover.evaluation.bootstrap import median_estimate
 from hf_carryover.evaluation.machine import describe_machine, provenance
 from hf_carryover.evaluation.summary import cell, pipe_table
+from hf_carryover.training.loading import load_recordings
 
 
 PARTS = 2**23  # logits at a time, 32 MiB in float32
@@ -51,16 +57,24 @@ def resident() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def timed_steps(trainer) -> list[float]:
+    """A list that gets the time at the end of every training step, once the trainer trains."""
+    ends: list[float] = []
+    original = trainer.training_step
+
+    def training_step(*arguments, **keywords):
+        loss = original(*arguments, **keywords)
+        if trainer.args.device.type != "cpu":
+            torch.accelerator.synchronize(trainer.args.device)
+        ends.append(time.perf_counter())
+        return loss
+
+    trainer.training_step = training_step
+    return ends
+
+
 def worker(options: argparse.Namespace) -> dict:
     """Take the steps of one case; seconds of each but the first, its losses, and the peak."""
-    import time
-
-    import torch
-    from transformers import AutoModelForCausalLM, logging
-
-    from hf_carryover import CarryoverDrafter, CarryoverTrainer, CarryoverTrainingArguments
-    from hf_carryover.training.loading import load_recordings
-
     logging.set_verbosity_error()
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.bfloat16).eval()
     drafter = CarryoverDrafter.from_pretrained(options.drafter, dtype=torch.float32, carry=options.stage != "baseline")
@@ -81,15 +95,7 @@ def worker(options: argparse.Namespace) -> dict:
             logging_steps=1,
         )
         trainer = CarryoverTrainer(drafter, target, args, train_dataset=rows)
-        ends: list[float] = []
-        original = trainer.training_step
-
-        def training_step(*arguments, **keywords):
-            loss = original(*arguments, **keywords)
-            ends.append(time.perf_counter())
-            return loss
-
-        trainer.training_step = training_step
+        ends = timed_steps(trainer)
         loaded = resident()
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

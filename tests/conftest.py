@@ -58,3 +58,11 @@ def target():
 @pytest.fixture
 def prompt():
     return torch.randint(2, 60, (1, 12), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A target over few tokens, for drafters of other formats, and its folder."""
+    from convert_helpers import save_target  # which imports this module
+
+    return save_target(tmp_path_factory.mktemp("target") / "target")

@@ -13,7 +13,6 @@ from convert_helpers import (
     VOCAB,
     deepspec_folder,
     layer_config,
-    save_target,
     small_target,
     speculators_folder,
     zlab_folder,
@@ -55,11 +54,6 @@ ANCHOR_FIRST = {"deepspec-dspark", "deepspec-dflash", "speculators-dflash-anchor
     "speculators-dspark-reduced"
 }
 HOME = {"zlab": "z-lab", "speculators": "speculators"}
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return save_target(tmp_path_factory.mktemp("target") / "target")
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from convert_helpers import (
     MASK,
     VOCAB,
     deepspec_folder,
-    save_target,
     small_target,
     speculators_folder,
     zlab_folder,
@@ -30,11 +29,6 @@ from hf_carryover.modeling_carryover import CarryoverRotaryEmbedding
 FORMATS = ["z-lab", "deepspec", "speculators"]
 # What each calls the layers it reads, and what it adds to our ids.
 LAYER_KEYS = {"z-lab": "target_layer_ids", "deepspec": "target_layer_ids", "speculators": "aux_hidden_state_layer_ids"}
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return save_target(tmp_path_factory.mktemp("target") / "target")
 
 
 @pytest.fixture

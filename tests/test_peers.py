@@ -15,7 +15,6 @@ from convert_helpers import (
     VOCAB,
     deepspec_folder,
     layer_config,
-    save_target,
     speculators_folder,
     zlab_folder,
 )
@@ -32,11 +31,6 @@ speculators = pytest.importorskip("speculators", reason="needs the package specu
 TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 NEW = 60
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return save_target(tmp_path_factory.mktemp("target") / "target")
 
 
 @pytest.fixture

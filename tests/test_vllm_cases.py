@@ -4,7 +4,6 @@ Failures that users of comparable software reported, tried in a real vLLM engine
 beside this file lists all of them.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 import torch
 from training_helpers import fit_drafter, make_batch, make_trainer
 from vllm_helpers import (
+    NEEDS_VLLM,
     Recorder,
     Reference,
     arrive,
@@ -28,12 +28,7 @@ from vllm_helpers import (
 )
 
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="needs vLLM, in an environment of its own: `make test-vllm`"
-    ),
-]
+pytestmark = NEEDS_VLLM
 
 TOKENS = 40
 

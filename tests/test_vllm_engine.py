@@ -7,12 +7,12 @@ a stale row, another request's row, a slot or a position off by one: the output 
 """
 
 import dataclasses
-import importlib.util
 
 import pytest
 import torch
 from vllm_helpers import (
     DRAFTERS,
+    NEEDS_VLLM,
     Recorder,
     Reference,
     accepted,
@@ -30,12 +30,7 @@ from vllm_helpers import (
 )
 
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="needs vLLM, in an environment of its own: `make test-vllm`"
-    ),
-]
+pytestmark = NEEDS_VLLM
 
 MIXED = [12, 5, 30, 61, 1, 33, 64, 17]  # a single token, and both sides of vLLM's pages of 32 slots
 TOKENS = 40

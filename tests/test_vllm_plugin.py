@@ -1,6 +1,5 @@
 """Loading the vLLM plugin: versions, refusals, and everything that isn't ours left alone."""
 
-import importlib.util
 import json
 import logging
 import os
@@ -11,15 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from vllm_helpers import DRAFTERS, build_drafter, build_target, engine
+from vllm_helpers import DRAFTERS, NEEDS_VLLM, build_drafter, build_target, engine
 
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="needs vLLM, in an environment of its own: `make test-vllm`"
-    ),
-]
+pytestmark = NEEDS_VLLM
 
 
 @pytest.fixture(scope="module")

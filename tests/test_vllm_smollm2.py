@@ -1,6 +1,5 @@
 """The shipped drafters on SmolLM2 in vLLM: rounds as in `generate`, and the OpenAI server as users start it."""
 
-import importlib.util
 import json
 import sys
 import threading
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_helpers import Recorder, Reference, engine, full_rounds, generate, greedy
+from vllm_helpers import NEEDS_VLLM, Recorder, Reference, engine, full_rounds, generate, greedy
 
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `bench` is not part of the installed package
@@ -16,12 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # `bench` is not part of the
 from bench.vllm_server import Server
 
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="needs vLLM, in an environment of its own: `make test-vllm`"
-    ),
-]
+pytestmark = NEEDS_VLLM
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 QUESTIONS = [

@@ -4,21 +4,16 @@ The V2 runner's code where no GPU is: vLLM's own preparation kernel and ours in 
 The whole V2 runner can't run here. What is run is every line that decides where a row goes or what is drawn.
 """
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from vllm_helpers import NEEDS_VLLM
 
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="needs vLLM, in an environment of its own: `make test-vllm`"
-    ),
-]
+pytestmark = NEEDS_VLLM
 
 # vLLM's CPU build uses Triton only if it has a backend for CPUs; the interpreter needs none.
 PREAMBLE = """

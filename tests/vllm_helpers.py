@@ -8,10 +8,12 @@ target: a row that comes from another request, another round or another slot sho
 
 import contextlib
 import gc
+import importlib.util
 import os
 import random
 from dataclasses import dataclass
 
+import pytest
 import torch
 from conftest import VOCAB, tiny_drafter, tiny_llama
 
@@ -19,6 +21,12 @@ from hf_carryover.modeling_carryover import CarryoverCache
 from hf_carryover.target import TargetHead, gather_features
 
 
+NEEDS_VLLM = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="needs vLLM, in an environment of its own: `make test-vllm`"
+    ),
+]
 # The CPU backend of vLLM has kernels for head sizes of 32 and more.
 TARGET = {
     "hidden_size": 64,

@@ -104,10 +104,14 @@ class CarryoverTrainer(DraftVerifyDraft):
             self.target.check_branches()
         self._vocab_size = model.config.vocab_size
         kwargs.setdefault("data_collator", RecordingCollator())
-        model = first = model.float()
+        model = model.float()
+        self.bank: DraftBank | None = None
+        keeps_drafts = args.carry_cache_dir is not None and args.stage == "carryover"
+        if keeps_drafts:
+            # Before an adapter is added, which changes nothing yet: runs with and without one share first drafts. And
+            # before any checkpoint is loaded: a resumed run goes on with the first drafts it began with.
+            self.first_drafter = self._copy_first_drafter(model, args.first_drafter)
         if peft_config is not None:
-            # A new adapter changes nothing yet: first drafts are those of the drafter it is put on, and so shared.
-            first = copy.deepcopy(model) if args.carry_cache_dir is not None else model
             add_adapter(model, peft_config)
         elif has_adapter(model):  # a loaded one is frozen
             train_adapter(model)
@@ -132,21 +136,26 @@ class CarryoverTrainer(DraftVerifyDraft):
         self.head.weight = self.head.weight.detach()
         self.head.bias = None if self.head.bias is None else self.head.bias.detach()
         self.weights = position_weights(model.config.block_size, args.position_gamma(model.config.block_size))
-        self.bank = None
-        if args.carry_cache_dir is not None and args.stage == "carryover":
+        if keeps_drafts:
             self.target.check_branches()
-            # Before any checkpoint is loaded: a resumed run goes on with the first drafts it began with.
-            if args.first_drafter is not None:
-                first = CarryoverDrafter.from_pretrained(args.first_drafter, carry=False, dtype=torch.float32)
-                check_same_block(first, model)
-                first.to(model.device)
-            self.first_drafter = copy.deepcopy(first).eval().requires_grad_(False)
-            settings = (args.anchors_per_response, args.seed, args.draft_temperature, drafting_settings(first.config))
+            self.first_drafter.to(model.device)
+            shape = drafting_settings(self.first_drafter.config)
+            settings = (args.anchors_per_response, args.seed, args.draft_temperature, shape)
             identity = fingerprint(self.first_drafter, self.target.fingerprint(), settings)
             self.bank = DraftBank(args.carry_cache_dir, identity)
         self._stats: dict[str, torch.Tensor] = {}
         self.skipped_sequences = 0
         self.skipped_blocks = 0
+
+    @staticmethod
+    def _copy_first_drafter(model: CarryoverDrafter, folder: str | None) -> CarryoverDrafter:
+        """The drafter, frozen, whose first drafts are kept: that of `folder`, or a copy of the one to train."""
+        if folder is None:
+            first = copy.deepcopy(model)
+        else:
+            first = CarryoverDrafter.from_pretrained(folder, carry=False, dtype=torch.float32)
+            check_same_block(first, model)
+        return first.eval().requires_grad_(False)
 
     # Data
 
