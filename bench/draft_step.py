@@ -3,7 +3,8 @@
 Times a round without the target: ours against transformers' own DFlash generator and z-lab's loop, same weights.
 
 The systems: `transformers` (its `DFlashTokenCandidateGenerator`), `z-lab` (the package `dflash`, if it is installed:
-`pip install --no-deps dflash`), `ours` (carry off; its proposals are checked to be the same) and `ours+carry`. The
+`pip install --no-deps dflash`), `ours` (carry off; its proposals are checked to be the same), `ours+carry`, and with
+`--compile` `compiled`, which is `ours+carry` after `compile_draft()`. The
 time of a round outside the target's forward is everything from the end of one target pass to the start of the next:
 choosing tokens, cropping the cache, committing (and carrying) rows, drafting, preparing the next pass. The part of it
 spent inside the candidate generator is reported beside it (z-lab's loop has none). Weights are random, so nearly every
@@ -16,6 +17,7 @@ proposal is rejected: with carry on this is the most expensive case, since all r
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import importlib.util
 import itertools
@@ -40,6 +42,8 @@ from hf_carryover.evaluation.systems import transformers_dflash
 
 PEERS = ("transformers", "z-lab")
 MASK_TOKEN_ID = 3  # an unused special token of SmolLM2
+# The layers of a drafter for SmolLM2-135M, for a random target whose own are smaller.
+DRAFTER_SHAPE = {"intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
 SPREAD = 3.0  # standard deviation of a drafter matrix, in units of 1 / sqrt(inputs)
 SHARPNESS = 8.0  # scale of the drafter's attention scores
 MORE_THAN_ENOUGH = 4096  # new tokens: the recorder ends the run long before
@@ -135,14 +139,15 @@ class Recorder:
 
 
 def random_target(num_hidden_layers: int = 6, seed: int = 0, **kwargs) -> LlamaForCausalLM:
-    """A random target as wide as SmolLM2-135M, with its vocabulary; its time is taken out, so it may be shallow."""
+    """A random target as wide as SmolLM2-135M, with its vocabulary; its time is taken out, so its layers are small."""
     torch.manual_seed(seed)
     values = {
         "vocab_size": 49152,
         "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
+        "intermediate_size": 576,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
         "tie_word_embeddings": True,
         "max_position_embeddings": 8192,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
@@ -150,17 +155,11 @@ def random_target(num_hidden_layers: int = 6, seed: int = 0, **kwargs) -> LlamaF
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_hidden_layers, **{**values, **kwargs})).eval()
 
 
-def build_systems(target, block_size: int, num_hidden_layers: int = 3, mask_token_id: int = MASK_TOKEN_ID) -> dict:
+def build_systems(target, block_size: int, compiled: bool = False, **shape) -> dict:
     """The same random weights as the peers' drafters, as ours, and as ours with a carry embedding."""
     torch.manual_seed(0)
-    plain = drafter_from_target(
-        target,
-        num_hidden_layers=num_hidden_layers,
-        block_size=block_size,
-        mask_token_id=mask_token_id,
-        init_from_target=False,
-        carry=False,
-    ).eval()
+    shape = {"num_hidden_layers": 3, "mask_token_id": MASK_TOKEN_ID, **shape}
+    plain = drafter_from_target(target, block_size=block_size, init_from_target=False, carry=False, **shape).eval()
     with torch.no_grad():
         # Wide and with sharp attention, so that the context makes the proposals. At the usual start every proposal is
         # the mask token, whatever the context, and equal proposals would prove nothing.
@@ -177,7 +176,8 @@ def build_systems(target, block_size: int, num_hidden_layers: int = 3, mask_toke
     systems: dict = {"transformers": transformers_dflash(plain)}
     if importlib.util.find_spec("dflash") is not None:
         systems["z-lab"] = zlab_dflash(plain, target)
-    return {**systems, "ours": plain, "ours+carry": carry}
+    systems |= {"ours": plain, "ours+carry": carry}
+    return systems | {"compiled": copy.deepcopy(carry).compile_draft()} if compiled else systems
 
 
 def zlab_dflash(drafter: CarryoverDrafter, target):
@@ -240,7 +240,7 @@ def measure(target, systems: dict, input_ids: torch.LongTensor, rounds: int, rep
     medians = {name: {"outside": [], "inside": []} for name in names}
     first = {name: [] for name in names}
     for name in names:
-        run(target, name, systems[name], input_ids, 2)  # warm-up
+        run(target, name, systems[name], input_ids, 3)  # warm-up, past what is compiled
     for repetition in range(repetitions):
         shift = repetition % len(names)
         for name in names[shift:] + names[:shift]:
@@ -250,6 +250,8 @@ def measure(target, systems: dict, input_ids: torch.LongTensor, rounds: int, rep
                 medians[name][quantity].append(statistics.median(getattr(recorder, quantity)[1:]))
     pairs = [(ours, peer) for peer in PEERS if peer in systems for ours in ("ours", "ours+carry")]
     pairs.append(("ours+carry", "ours"))
+    if "compiled" in systems:
+        pairs += [("compiled", peer) for peer in ("ours+carry", *PEERS) if peer in systems]
     ratios = {
         f"{a} / {b}": {
             quantity: median_estimate(
@@ -321,6 +323,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=3, help="drafter layers (default: 3)")
     parser.add_argument("--rounds", type=int, default=12, help="timed rounds a repetition (default: 12)")
     parser.add_argument("--repetitions", type=int, default=9, help="interleaved repetitions (default: 9)")
+    parser.add_argument("--compile", action="store_true", help="also with a compiled draft step")
     parser.add_argument("--profile", action="store_true", help="also print where the generators spend their time")
     parser.add_argument("--output", metavar="FILE.json", help="where the report goes")
     return parser.parse_args(argv)
@@ -343,7 +346,8 @@ def main(argv: list[str] | None = None) -> int:
     for dtype in options.dtypes:
         target = load_target(options.target, getattr(torch, dtype))
         for block_size, context in itertools.product(options.block_sizes, options.contexts):
-            systems = build_systems(target, block_size, options.layers)
+            shape = {"num_hidden_layers": options.layers, **({} if options.target else DRAFTER_SHAPE)}
+            systems = build_systems(target, block_size, options.compile, **shape)
             generator = torch.Generator().manual_seed(context)
             input_ids = torch.randint(20, target.config.vocab_size, (1, context), generator=generator)
             peers = [peer for peer in PEERS if peer in systems]

@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bench.draft_step import MASK_TOKEN_ID, random_target
+from bench.draft_step import DRAFTER_SHAPE, MASK_TOKEN_ID, random_target
 from hf_carryover import CarryoverDrafter, drafter_from_target
+from hf_carryover.compiled import argmax_proposals
 from hf_carryover.evaluation.bootstrap import median_estimate
 from hf_carryover.evaluation.machine import describe_machine, provenance
-from hf_carryover.generation import CarryoverCandidateGenerator
 from hf_carryover.modeling_carryover import CarryoverCache
 from hf_carryover.target import TargetHead
 
@@ -172,9 +172,6 @@ class Step:
         self.features = torch.randn(1, committed + carried, config.feature_size, dtype=dtype)
         self.input_ids = torch.tensor([[5]])
         self.walk = torch.ones(WALK_BYTES // 4)
-        # Only the drawing of greedy proposals is used of it.
-        self.generator = CarryoverCandidateGenerator.__new__(CarryoverCandidateGenerator)
-        self.generator.drafter, self.generator.head = drafter, self.head
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
@@ -189,7 +186,7 @@ class Step:
         times.append(time.perf_counter())
         base = drafter.logits(hidden, head.weight, head.bias).float()
         times.append(time.perf_counter())
-        self.generator._draw_argmax(self.input_ids, base)
+        argmax_proposals(drafter, base, self.input_ids[0, -1:], head.token_ids)
         times.append(time.perf_counter())
         return {name: 1000 * (b - a) for name, a, b in zip(PARTS, times, times[1:])}
 
@@ -199,6 +196,7 @@ def random_drafter(target, block_size: int, dtype: torch.dtype) -> CarryoverDraf
     layers = target.config.num_hidden_layers
     drafter = drafter_from_target(
         target,
+        **DRAFTER_SHAPE,
         num_hidden_layers=3,
         block_size=block_size,
         target_layer_ids=list(range(layers))[:6],

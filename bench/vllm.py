@@ -47,6 +47,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--repetitions", type=int, default=5, help="of the mixed load")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--draft_sample_method",
+        choices=["probabilistic", "greedy"],
+        default="probabilistic",
+        help="at a temperature above 0",
+    )
     parser.add_argument("--num_speculative_tokens", type=int, help="default: the drafter's block size")
     parser.add_argument("--memory_share", type=float, help="of the accelerator, for all servers together (0.9)")
     parser.add_argument("--serve", default="[]", metavar="JSON", help="further arguments of `vllm serve`, a list")
@@ -68,7 +74,7 @@ def start_servers(options: argparse.Namespace, folder: Path) -> dict[str, Server
             if options.num_speculative_tokens:
                 speculative["num_speculative_tokens"] = options.num_speculative_tokens
             if options.temperature > 0:
-                speculative["draft_sample_method"] = "probabilistic"
+                speculative["draft_sample_method"] = options.draft_sample_method
             arguments += ["--speculative-config", json.dumps(speculative)]
         env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         servers[name] = Server(options.target, arguments, folder / f"{name}.log", env)

@@ -17,6 +17,7 @@ import torch
 from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from .compiled import CompiledDraft, argmax_proposals
 from .modeling_carryover import CarryoverCache, CarryoverDrafter
 from .stopping import ScoreTap
 from .target import PositionLimit, TargetHead, gather_features, hidden_state_indices
@@ -155,6 +156,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         # An all-ones mask is dropped before the loop, which keeps its length for plain decoding's prefill.
         dropped = getattr(generation_config, "_mask_length", -1)
         self.mask_length = dropped if self.attention_mask is None else self.attention_mask.shape[1]
+        self.compiled: CompiledDraft | None = drafter.compiled_draft
         self.cache: CarryoverCache | None = None
         self.columns = 0  # columns of `input_ids` whose states are committed
         self.cached_columns = 0  # columns of a continued cache that `input_ids` do not repeat
@@ -291,7 +293,10 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         self._lap("projection")
         embeds = self._carried_embeds(features.shape[1], committed, model_outputs)
         self._lap("carry")
-        drafter.commit_window(self.cache, features, committed, embeds)
+        rows = features.shape[1] if drafter.config.carry else committed
+        full = self.num_proposals + 1
+        fuse = self.compiled is None or not self.compiled.takes(drafter, self.head, self.cache, rows, full)
+        drafter.commit_window(self.cache, features, committed, embeds, fuse=fuse)
         return self.cache.carried
 
     def _carried_embeds(self, rows: int, committed: int, model_outputs) -> torch.Tensor | None:
@@ -317,47 +322,43 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             real = self.attention_mask[0].bool().to(features.device)
             features = features[:, real[unseen : unseen + rows]]
             unseen = int(real[:unseen].sum())
-        self.cache = CarryoverCache(
-            self.drafter.config,
-            dtype=self.drafter.fc.weight.dtype,
-            device=self.drafter.device,
-            first_position=unseen,
-            capacity=features.shape[1] + 8 * (self.drafter.config.block_size + 1),
-        )
+        drafter, capacity = self.drafter, features.shape[1] + 8 * (self.drafter.config.block_size + 1)
+        if self.compiled is not None:
+            self.cache = self.compiled.new_cache(drafter, unseen, capacity)
+        else:
+            self.cache = CarryoverCache(drafter.config, drafter.fc.weight.dtype, drafter.device, unseen, capacity)
         self.cache.clock = self.phase_clock
         return features
 
     def _propose(self, input_ids: torch.LongTensor, limit: int) -> tuple[torch.LongTensor, torch.Tensor | None]:
         """Draft a block and draw its first `limit` proposals."""
-        drafter, head = self.drafter, self.head
-        anchor = head.embed(input_ids[:, -1], drafter.device)
-        # The whole block runs, as in training; only the rows in use reach the head.
-        hidden = drafter.draft(self.cache, anchor, head.mask_embeds)[0, :limit]
-        with torch.no_grad():
-            base = drafter.logits(hidden.to(head.weight.device), head.weight, head.bias)
-        base = base.float()  # argmax over half precision is several times slower on a CPU
+        draw = not (self.needs_logits or self.logits_processor)
+        base, tokens = self._base_logits(input_ids[0, -1:], limit, draw)
         self._lap("draft")
-        if self.needs_logits or self.logits_processor:
+        if not draw:
             return self.draw_processed(input_ids, base)
-        return self._draw_argmax(input_ids, base)
+        if tokens is None:
+            with torch.no_grad():
+                tokens = argmax_proposals(self.drafter, base, input_ids[0, -1:], self.head.token_ids)
+        return torch.cat([input_ids, tokens.unsqueeze(0).to(input_ids.device)], dim=1), None
 
     @torch.no_grad()
-    def _draw_argmax(self, input_ids: torch.LongTensor, base: torch.Tensor):
-        """Greedy proposals when nothing changes the logits: `y_k = argmax(base_k + W2 · W1[y_{k-1}])`."""
-        markov, token_ids = self.drafter.markov_head, self.head.token_ids
-        if markov is None:
-            tokens = base.argmax(dim=-1)
-            tokens = tokens if token_ids is None else token_ids[tokens]
-        else:
-            drawn, previous = [], input_ids[0, -1:]
-            for row in base:
-                # In the dtype of the row: a sum of two dtypes takes several times as long on CPU.
-                bias = markov(previous.to(self.drafter.device)).to(row)
-                token = (row + bias).argmax(dim=-1)
-                previous = token if token_ids is None else token_ids[token]
-                drawn.append(previous)
-            tokens = torch.cat(drawn)
-        return torch.cat([input_ids, tokens.unsqueeze(0).to(input_ids.device)], dim=1), None
+    def _base_logits(self, anchor_id: torch.LongTensor, limit: int, draw: bool):
+        """
+        Draft logits without Markov bias `(limit, output_vocab_size)`, and if the compiled step could `draw` them the
+        likeliest proposals `(limit,)`.
+        """
+        drafter, head = self.drafter, self.head
+        if self.compiled is not None and self.cache.unfused is not None:
+            drafted = self.compiled(drafter, head, self.cache, anchor_id, self.num_proposals, draw)
+            if drafted is not None:
+                base, tokens = drafted
+                return base[:limit], None if tokens is None else tokens[:limit]
+        anchor = head.embed(anchor_id, drafter.device)
+        # The whole block runs, as in training; only the rows in use reach the head.
+        hidden = drafter.draft(self.cache, anchor, head.mask_embeds)[0, :limit]
+        base = drafter.logits(hidden.to(head.weight.device), head.weight, head.bias)
+        return base.float(), None  # argmax over half precision is several times slower on a CPU
 
     @torch.no_grad()
     def draw_processed(self, input_ids: torch.LongTensor, base: torch.Tensor, processors=None):

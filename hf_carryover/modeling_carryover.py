@@ -122,6 +122,7 @@ class CarryoverCache:
         self.carried = 0
         self.first_position = first_position
         self.window: torch.Tensor | None = None  # fused rows whose keys are not written yet
+        self.unfused: torch.Tensor | None = None  # features of a window that is not fused yet
         self.window_start = 0
         self.window_rope: tuple[torch.Tensor, torch.Tensor] | None = None
         self.clock: Any = None  # a `PhaseClock` while times are split
@@ -151,15 +152,16 @@ class CarryoverCache:
                 new[:, :, : self.length] = old[:, :, : self.length]
                 buffers[i] = new
 
-    def open_window(self, states: torch.Tensor, num_committed: int, room: int) -> None:
+    def open_window(self, features: torch.Tensor, num_committed: int, room: int) -> None:
         """
-        Take in the fused rows `(1, rows, hidden_size)` of a verified window, `num_committed` of them committed, the
-        others carried, and reserve `room` slots behind them. The layers write them together with the next block.
+        Take in the features `(1, rows, feature_size)` of a verified window, `num_committed` of them committed, the
+        others carried, and reserve `room` slots behind them. Fused, the layers write them together with the next
+        block.
         """
-        self.reserve(self.committed + states.shape[1] + room)
-        self.window, self.window_start = states, self.committed
+        self.reserve(self.committed + features.shape[1] + room)
+        self.unfused, self.window_start = features, self.committed
         self.committed += num_committed
-        self.carried = states.shape[1] - num_committed
+        self.carried = features.shape[1] - num_committed
 
     def keys_and_values(self, attention: "CarryoverAttention", hidden_states: torch.Tensor, rope):
         """
@@ -482,6 +484,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if reduced else None)
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool) if reduced else None)
         self.gradient_checkpointing = False
+        self.compiled_draft = None
         self.post_init()
         _install_generation_hooks()
 
@@ -572,6 +575,18 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         save_adapter = _of_the_package("adapters", "save_adapter")
         if kwargs.get("is_main_process", True):
             save_adapter(self, save_directory, kwargs.get("state_dict"))
+
+    def compile_draft(self, **options) -> "CarryoverDrafter":
+        """
+        Compile the draft step of `generate` at its first use; returns the drafter. `drafter.compiled_draft = None`
+        undoes it. Batches are not compiled, and a compilation that fails is reported once and done without.
+
+        Args:
+            options: Of `torch.compile`. With `mode="reduce-overhead"` on a GPU the step has fixed shapes and is
+                recorded as CUDA graphs.
+        """
+        self.compiled_draft = _of_the_package("compiled", "CompiledDraft")(**options)
+        return self
 
     def merge_and_unload(self) -> "CarryoverDrafter":
         """Merge the adapter into the weights and take it out, in place; returns the drafter."""
@@ -881,6 +896,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         features: torch.Tensor,
         num_committed: int,
         carried_embeds: torch.Tensor | None = None,
+        fuse: bool = True,
     ) -> None:
         """
         Steps 3 and 4 of a round: fuse the verified window once. Its keys are written together with the next block's.
@@ -892,16 +908,26 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
             num_committed (`int`): Leading rows that are committed. The others are carried if `config.carry`.
             carried_embeds (`torch.Tensor` of shape `(1, rows, target_hidden_size)`, *optional*):
                 Target embeddings of the tokens in the carried rows, if `config.carry_from` has tokens.
+            fuse (`bool`, *optional*, defaults to `True`):
+                `False` leaves fusing the window to the next draft, for drafters that carry states only.
         """
         if not self.config.carry:
             features = features[:, :num_committed]
-        rows = features.shape[1]
+        if cache.unfused is not None:
+            self._fuse_window(cache)
+        if cache.window is not None:  # nothing was drafted since the last window: it is written alone
+            self._write_window(cache, cache.window[:, :0])
+        cache.open_window(features, num_committed, room=self.config.block_size + 1)
+        if fuse:
+            self._fuse_window(cache, carried_embeds)
+
+    def _fuse_window(self, cache: CarryoverCache, carried_embeds: torch.Tensor | None = None) -> None:
+        """Fuse the open window."""
+        features, cache.unfused = cache.unfused, None
+        rows, num_committed = features.shape[1], cache.committed - cache.window_start
         offsets = torch.arange(rows, device=self.device)
         carried = (offsets >= num_committed).unsqueeze(0) if rows > num_committed else None
-        states = self.fuse(features, carried, carried_embeds, cache.clock)
-        if cache.window is not None:  # nothing was drafted since the last window: it is written alone
-            self._write_window(cache, states[:, :0])
-        cache.open_window(states, num_committed, room=self.config.block_size + 1)
+        cache.window = self.fuse(features, carried, carried_embeds, cache.clock)
         if cache.clock is not None:
             cache.clock.lap("projection")
 
@@ -919,6 +945,8 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         Step 1 of a round: final states of the predicting rows `(1, block_size, target_hidden_size)`, given the target
         embedding of the anchor `(1, target_hidden_size)`, which sits right behind the committed rows.
         """
+        if cache.unfused is not None:
+            self._fuse_window(cache)
         block = self.block_states(anchor_embeds, mask_embeds)
         rows = block.shape[1]
         start = cache.first_position + cache.committed

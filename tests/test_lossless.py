@@ -129,9 +129,9 @@ def test_features_are_the_outputs_of_the_named_layers(name, layers):
     windows = []
     original = drafter.commit_window
 
-    def commit_window(cache, features, num_committed, carried_embeds):
+    def commit_window(cache, features, num_committed, carried_embeds, **options):
         windows.append(features[:, :num_committed])
-        original(cache, features, num_committed, carried_embeds)
+        original(cache, features, num_committed, carried_embeds, **options)
 
     drafter.commit_window = commit_window
     text = target.generate(input_ids=prompt_ids(), assistant_model=drafter, do_sample=False, max_new_tokens=8)

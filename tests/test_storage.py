@@ -35,11 +35,11 @@ def record(drafter) -> Rounds:
     rounds = Rounds()
     commit_window, draft = drafter.commit_window, drafter.draft
 
-    def recording_commit(cache, features, num_committed, carried_embeds):
+    def recording_commit(cache, features, num_committed, carried_embeds, **options):
         rounds.committed.append(features[:, :num_committed].clone())
         rounds.carried.append(features[:, num_committed:].clone())
         rounds.windows.append((cache.committed, features.shape[1] if drafter.config.carry else num_committed))
-        commit_window(cache, features, num_committed, carried_embeds)
+        commit_window(cache, features, num_committed, carried_embeds, **options)
 
     def recording_draft(cache, anchor_embeds, mask_embeds):
         rounds.at.append(len(rounds.windows) - 1)

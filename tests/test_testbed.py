@@ -5,10 +5,15 @@ import json
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_carryover import CarryoverDrafter
+from hf_carryover.demo import encode
+from hf_carryover.evaluation.prompts import load_items
 from hf_carryover.evaluation.replay import Replay, acceptance_length
 from hf_carryover.testbed.command import TestbedArguments, gain, main, measure_systems, table, tau, train_systems
 from hf_carryover.testbed.experiment import Sizes, new_drafter, probe, train_target, with_carry
+from hf_carryover.testbed.export import PROMPT_SEED
 from hf_carryover.testbed.language import Language
 
 
@@ -119,6 +124,31 @@ def test_command_resumes_and_refuses_other_settings(tmp_path, capsys):
     assert "| 1 |" in capsys.readouterr().out
     assert main([*TINY_RUN, "--output", str(output), "--texts", "5"]) == 2
     assert "holds a run with other settings" in capsys.readouterr().err
+
+
+def test_a_saved_test_bed_can_be_generated_with(tmp_path, capsys):
+    """Target, tokenizer, drafters and prompts as folders, equal to what was measured."""
+    output = tmp_path / "report.json"
+    assert main([*TINY_RUN, "--output", str(output), "--seeds", "3", "--save_dir", str(tmp_path / "kept")]) == 0
+    folder = tmp_path / "kept" / "seed-3"
+    target = AutoModelForCausalLM.from_pretrained(folder / "target")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    language = Language(seed=3)
+    assert len(tokenizer) == language.vocab_size == target.config.vocab_size
+    items = load_items([str(folder / "prompts")])
+    assert {item.set for item in items} == {"rho-1"}
+    texts = language.texts(64, 1.0, seed=PROMPT_SEED)[:, : language.prompt_length]
+    encoded = [encode(tokenizer, item.segments[0], item.tools, "cpu")["input_ids"][0].tolist() for item in items]
+    assert encoded == texts.tolist()
+    for name, carry in (("baseline", False), ("control", False), ("states", True)):
+        drafter = CarryoverDrafter.from_pretrained(folder / name)
+        assert drafter.config.carry is carry
+        ids = torch.tensor(encoded[:1])
+        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(target.generate(ids, assistant_model=drafter, **options), target.generate(ids, **options))
+    # A run that is in the report is not repeated, and leaves nothing.
+    assert main([*TINY_RUN, "--output", str(output), "--seeds", "3", "--save_dir", str(tmp_path / "again")]) == 0
+    assert not (tmp_path / "again").exists()
 
 
 def test_unknown_source_is_refused(capsys):

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,29 @@ DEFAULT_LIMITS = (
     "depends on the kind of text; measure it on yours with `hf-carryover bench`. The drafter works with this target "
     "only, and with one sequence at a time in `generate`."
 )
+
+
+# The last line of a card as it is pushed. With it a later push can tell a card that somebody edited from its own.
+_STAMP = "<!-- Written by hf_carryover; edited, this card is kept by later pushes. {} -->"
+_STAMPED = re.compile(re.escape(_STAMP).replace(re.escape("{}"), "([0-9a-f]{16})"))
+
+
+def stamp(card: str) -> str:
+    """`card` with the line that [`is_edited`] looks for."""
+    return f"{card.rstrip()}\n\n{_STAMP.format(_digest(card))}\n"
+
+
+def is_edited(card: str) -> bool:
+    """Whether a card in a repository holds words of others: it has some, and is no card as [`stamp`] left it."""
+    found = _STAMPED.search(card)
+    if found and found[1] == _digest(card[: found.start()]) and not card[found.end() :].strip():
+        return False
+    return bool(re.sub(r"\A---\n.*?\n---\n?", "", card.replace("\r\n", "\n"), flags=re.DOTALL).strip())
+
+
+def _digest(card: str) -> str:
+    # Line ends may change on the way through a browser or git.
+    return hashlib.sha256(card.replace("\r\n", "\n").rstrip().encode()).hexdigest()[:16]
 
 
 def is_hub_id(name: str) -> bool:

@@ -41,7 +41,7 @@ def run(argv: list[str]) -> None:
     parser.add_argument("--commit_message", help="title of the commit")
     add_switch(parser, "--private", "make a new repository private")
     add_switch(parser, "--create_pr", "open a pull request instead of committing")
-    add_switch(parser, "--force", "push into a repository of another model")
+    add_switch(parser, "--force", "push into a repository of another model, and over an edited card")
     add_switch(parser, "--dry_run", "print the card and push nothing")
     args = parser.parse_args(argv)
     folder, runs = _drafter_and_runs(args.folder, args.run)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -33,11 +34,13 @@ from ..adapters import CONFIG_FILE as ADAPTER_FILE
 from ..adapters import has_adapter
 from ..convert.formats import detect_format
 from ..modeling_carryover import CarryoverDrafter
-from .card import finite, hub_id_of, model_card
+from .card import finite, hub_id_of, is_edited, model_card, stamp
 from .results import read_report
 from .retry import with_retries
 from .run import Run
 
+
+logger = logging.getLogger(__name__)
 
 # What a push owns in a repository: of these, what the new drafter does not have is removed with the same commit.
 _OWNED = ("*.safetensors", "*.safetensors.index.json", "config.json", ADAPTER_FILE)
@@ -83,11 +86,14 @@ def push_to_hub(
         private (`bool`, *optional*): Of a new repository.
         revision (`str`, *optional*): Branch to commit to, `"main"` by default; created where it does not exist.
         create_pr (`bool`, *optional*, defaults to `False`): Open a pull request instead of committing to the branch.
-        force (`bool`, *optional*, defaults to `False`): Push into a repository that holds another model.
+        force (`bool`, *optional*, defaults to `False`):
+            Push into a repository that holds another model, and over an edited card.
         token (`str`, *optional*): The stored one by default.
         commit_message (`str`, *optional*): Title of the commit.
         base_model (`str`, *optional*): Hub id of the target. A trainer's target names itself.
-        card (`str`, *optional*): A finished card instead of a generated one.
+        card (`str`, *optional*):
+            A finished card instead of a generated one. A generated card does not replace one that somebody edited,
+            unless `force`.
         card_arguments: Of [`model_card`]: `license`, `language`, `datasets`, `data`, `limits`, `system`.
 
     Returns:
@@ -111,14 +117,16 @@ def push_to_hub(
             if file.suffix != ".json":
                 shutil.copyfile(file, folder / file.name)
         _write_records(folder, runs)
+        replace_card = force or card is not None
         if card is None:
             card = str(
                 model_card(drafter, repo_id, base_model=base_model, runs=runs, report=content, **card_arguments)
             )
-        (folder / "README.md").write_text(card, encoding="utf-8")
         remote = _open_repository(api, repo_id, revision or "main", private, create_pr)
         if not force:
             _check_same_model(remote, drafter, base_model)
+        if replace_card or not _keeps_its_card(remote):
+            (folder / "README.md").write_text(stamp(card), encoding="utf-8")
         message = commit_message or f"{'Carryover' if drafter.config.carry else 'Plain'} drafter"
         return _commit(remote, folder, message, create_pr)
 
@@ -221,6 +229,17 @@ def _check_same_model(remote: _Remote, drafter: CarryoverDrafter, base_model: st
             f"{remote.repo_id} holds a drafter for {named}, this one is for {base_model}. Choose another name, or "
             "`force`."
         )
+
+
+def _keeps_its_card(remote: _Remote) -> bool:
+    """Whether the repository has a card that somebody edited; says so."""
+    if "README.md" not in remote.paths or not is_edited(_fetch(remote, "README.md").read_text(encoding="utf-8")):
+        return False
+    logger.warning(
+        f"The card of {remote.repo_id} was edited and is kept, with the numbers in it: this push does not change "
+        "README.md. Pass `card=...`, or `force=True` to replace it by a new one."
+    )
+    return True
 
 
 def _check_same_adapter(remote: _Remote, drafter: CarryoverDrafter) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from ..command import parse_dataclass, run_command
 from ..configuration_carryover import CARRY_SOURCES
 from .experiment import Sizes, arrays, measure, new_drafter, probe, train_drafter, train_target, with_carry
+from .export import save_testbed
 from .language import Language
 
 
@@ -45,6 +46,10 @@ class TestbedArguments(Sizes):
         default_factory=lambda: ["states"], metadata={"help": "What is carried, one or more."}
     )
     texts: int = field(default=256, metadata={"help": "New texts at each position of the dial."})
+    save_dir: str | None = field(
+        default=None,
+        metadata={"help": "Keep target, drafters and prompts in SAVE_DIR/seed-N, to generate with and to serve."},
+    )
 
     def __post_init__(self):
         for source in self.carry_from:
@@ -76,9 +81,17 @@ def measure_systems(language: Language, target, systems: dict, rhos: list[float]
     return counts
 
 
-def run_seed(seed: int, sizes: Sizes, rhos: list[float], carry_from: list[str], texts: int, say=print) -> dict:
+def run_seed(
+    seed: int,
+    sizes: Sizes,
+    rhos: list[float],
+    carry_from: list[str],
+    texts: int,
+    say=print,
+    save_dir: str | None = None,
+) -> dict:
     """
-    One language, its target and its drafters.
+    One language, its target and its drafters; with `save_dir` they are kept there.
 
     Returns:
         `dict`: `target_accuracy`; `probe`, what a linear map reads off the carried rows at each `rho`; and `systems`,
@@ -89,6 +102,8 @@ def run_seed(seed: int, sizes: Sizes, rhos: list[float], carry_from: list[str], 
     target, accuracy = train_target(language, sizes, seed)
     say(f"seed {seed}: target gets {accuracy:.1%} of the fixed outputs ({time.perf_counter() - started:.0f} s)")
     systems = train_systems(language, target, sizes, carry_from, seed)
+    if save_dir is not None:
+        save_testbed(Path(save_dir) / f"seed-{seed}", language, target, systems, rhos)
     counts = measure_systems(language, target, systems, rhos, texts)
     probes = {str(rho): probe(systems["states"], target, language, rho) for rho in rhos if "states" in systems}
     for rho in rhos:
@@ -159,7 +174,9 @@ def run(args: TestbedArguments) -> dict:
     for seed in args.seeds:
         if str(seed) in report["runs"]:
             continue
-        report["runs"][str(seed)] = run_seed(seed, args.sizes(), args.rhos, args.carry_from, args.texts, _say)
+        report["runs"][str(seed)] = run_seed(
+            seed, args.sizes(), args.rhos, args.carry_from, args.texts, _say, args.save_dir
+        )
         unfinished = path.with_suffix(".tmp")
         unfinished.write_text(json.dumps(report) + "\n", encoding="utf-8")
         os.replace(unfinished, path)
