@@ -4,9 +4,9 @@ The draft step under `torch.compile`, behind [`~CarryoverDrafter.compile_draft`]
 
 From the second round on a draft step always does the same to tensors of the same shapes: fuse the verified window,
 write its keys and the block's, run the layers, the head and the draw. That is one function here, [`DraftStep`]; where
-its rows go and which of them may be seen are numbers in a tensor. The only size that changes is the number of keys:
-it is one symbolic dimension of one compiled graph, or, with fixed shapes, all allocated slots are read and those not in
-use are masked, so that CUDA graphs can be recorded.
+its rows go and which of them may be seen are numbers in a tensor. The only size that changes is the number of keys. It
+is a symbolic dimension of one compiled graph; or, with fixed shapes, all allocated slots are read and those not in use
+are masked, so that CUDA graphs can be recorded.
 
 A compiled step rounds differently. It only proposes: the target verifies every proposal, so the output stays what it
 is. Whatever it can't do (the first window, which is the whole prompt; batches; drafters that carry tokens; a head on
@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 
 import torch
 from packaging.version import Version
@@ -203,7 +204,7 @@ class CompiledDraft:
     def __init__(self, fixed_shapes: bool | None = None, **options):
         self.fixed_shapes, self.options = fixed_shapes, options
         self.failure: str | None = None
-        self._step = None
+        self._step: Callable | None = None
         self._pool = _Pool()
 
     def __reduce__(self):
