@@ -24,6 +24,7 @@ from hf_carryover import CarryoverDrafter
 from hf_carryover.adapters import add_adapter
 from hf_carryover.evaluation.bootstrap import PairedBootstrap, ratio
 from hf_carryover.evaluation.machine import describe_machine, provenance
+from hf_carryover.evaluation.summary import cell, pipe_table
 from hf_carryover.testbed.experiment import (
     Sizes,
     arrays,
@@ -102,22 +103,21 @@ def compare(drafters: dict, target, language: Language, rho: float) -> dict:
     }
 
 
+def gains(report: dict) -> str:
+    """The first table: gains over the control by position of the dial."""
+    body = []
+    for rho, result in report["results"].items():
+        taus = [f"{result['tau'][name]['value']:.2f}" for name in ("control", "full", "adapter")]
+        over = [cell(result["gain"][name], "{:+.1%}") for name in ("full", "adapter")]
+        body.append([rho, *taus, *over, cell(result["share"], "{:.0%}")])
+    names = ["control", "full", "adapter"]
+    head = ["ρ", *(f"τ {name}" for name in names), "gain, full", "gain, adapter", "adapter's share of the gain"]
+    return pipe_table(head, body)
+
+
 def markdown(report: dict) -> str:
     """The report as a page."""
-
-    def span(e: dict, form: str) -> str:
-        return f"{form.format(e['value'])} [{form.format(e['low'])}, {form.format(e['high'])}]"
-
-    lines = [
-        "# Adapter against full fine-tuning, on the test bed",
-        "",
-        "| ρ | τ control | τ full | τ adapter | gain, full | gain, adapter | adapter's share of the gain |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for rho, result in report["results"].items():
-        taus = " | ".join(f"{result['tau'][name]['value']:.2f}" for name in ("control", "full", "adapter"))
-        gains = " | ".join(span(result["gain"][name], "{:+.1%}") for name in ("full", "adapter"))
-        lines.append(f"| {rho} | {taus} | {gains} | {span(result['share'], '{:.0%}')} |")
+    lines = ["# Adapter against full fine-tuning, on the test bed", "", gains(report)]
     lines += [
         "",
         "| | trained parameters | seconds | gradients and optimizer, KB | file, KB |",

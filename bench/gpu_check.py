@@ -3,8 +3,8 @@
 One look at an accelerator, in a few minutes and without downloads: random weights of Qwen3-4B's shape.
 
 Prints the draft step with and without carried rows at several contexts, the share of a round it takes beside the
-target's pass, generation with and without carry, and a training step's time and peak memory, with the memory that
-[`training_bytes`] expects.
+target's pass, generation with and without carry and with the draft step in CUDA graphs, and a training step's time and
+peak memory, with the memory that [`training_bytes`] expects.
 
     python -m bench.gpu_check --output outputs/gpu.json
     python -m bench.gpu_check --tiny          # the same on a CPU with a model of a few thousand parameters
@@ -13,6 +13,7 @@ target's pass, generation with and without carry, and a training step's time and
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import statistics
@@ -116,14 +117,20 @@ def make_models(shape: dict, block_size: int, device: torch.device, dtype: torch
     return target, drafter
 
 
-def generation(target, drafter, context: int, new_tokens: int, repetitions: int) -> dict:
-    """Milliseconds a round by phase, carry on and off, taking turns; random weights accept next to nothing."""
+def generation(target, drafter, context: int, new_tokens: int, repetitions: int, graphs: dict) -> dict:
+    """
+    Milliseconds a round by phase, taking turns: carry on and off, and carry with the draft step in CUDA graphs
+    (`graphs` are options of `compile_draft`); random weights accept next to nothing.
+    """
     ids = torch.randint(10, target.config.vocab_size, (1, context), device=target.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     config = type(drafter.config)(**{**drafter.config.to_dict(), "carry": False})
     off = CarryoverDrafter(config).to(drafter.device, drafter.dtype).eval()
     off.load_state_dict({k: v for k, v in drafter.state_dict().items() if not k.startswith("carry_")})
-    systems = {"carry": System("carry", drafter), "none": System("none", off)}
+    compiled = copy.deepcopy(drafter).compile_draft(**graphs)
+    systems = {
+        name: System(name, system) for name, system in (("carry", drafter), ("no carry", off), ("graphs", compiled))
+    }
     seen: dict = {name: [] for name in systems}
     for repetition in range(repetitions + 1):
         for name in list(systems)[:: 1 if repetition % 2 else -1]:
@@ -133,6 +140,8 @@ def generation(target, drafter, context: int, new_tokens: int, repetitions: int)
                 rounds = max(1, numbers["rounds"])
                 round_ms = numbers["decode_ms"] / rounds
                 seen[name].append({"round": round_ms, **{k: v / rounds for k, v in phases.items()}})
+    if compiled.compiled_draft.failure is not None:
+        print(f"graphs: not compiled, {compiled.compiled_draft.failure[:300]}", flush=True)
     return {name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in seen.items()}
 
 
@@ -191,6 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     target, drafter = make_models(shape, options.block_size, device, torch.bfloat16)
     served = drafter.to(torch.bfloat16).eval()
     contexts = (64, 128) if options.tiny else (1024, 4096, 16384)
+    graphs = {"fixed_shapes": True, "backend": "eager"} if options.tiny else {"mode": "reduce-overhead"}
     report: dict = {"shape": shape, "machine": describe_machine(), **provenance()}
     report["draft_step"] = measure_overhead(served, target, contexts, repetitions=9, rounds=3)
     for entry in report["draft_step"]:
@@ -199,12 +209,12 @@ def main(argv: list[str] | None = None) -> int:
                 f"draft step, context {entry['context']}, {entry['carried']} carried: {entry['draft_ms']}", flush=True
             )
     report["generation"] = {
-        context: generation(target, served, context, 8 if options.tiny else 48, 3) for context in contexts[:2]
+        context: generation(target, served, context, 8 if options.tiny else 48, 3, graphs) for context in contexts[:2]
     }
     for context, systems in report["generation"].items():
         for name, phases in systems.items():
             text = ", ".join(f"{key} {value:.2f}" for key, value in phases.items())
-            print(f"round, context {context}, carry {name}: ms {text}", flush=True)
+            print(f"round, context {context}, {name}: ms {text}", flush=True)
     cases = [(64, 8)] if options.tiny else [(1024, 128), (2048, 512)]
     report["training"] = [training(target, drafter, *case, steps=3, folder=options.workdir) for case in cases]
     for case in report["training"]:

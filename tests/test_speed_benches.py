@@ -76,6 +76,7 @@ def test_the_accelerator_check_runs(tmp_path, capsys):
     )
     out = capsys.readouterr().out
     assert "draft step, context 64, 4 carried" in out and "anchors/s" in out
+    assert "round, context 64, graphs: ms round" in out and "not compiled" not in out
     assert torch.get_default_dtype() == torch.float32
 
 
