@@ -136,7 +136,7 @@ def test_a_saved_test_bed_can_be_generated_with(tmp_path, capsys):
     language = Language(seed=3)
     assert len(tokenizer) == language.vocab_size == target.config.vocab_size
     items = load_items([str(folder / "prompts")])
-    assert {item.set for item in items} == {"rho-1"}
+    assert {item.set for item in items} == {"rho-100"}
     texts = language.texts(64, 1.0, seed=PROMPT_SEED)[:, : language.prompt_length]
     encoded = [encode(tokenizer, item.segments[0], item.tools, "cpu")["input_ids"][0].tolist() for item in items]
     assert encoded == texts.tolist()

@@ -44,7 +44,7 @@ def save_testbed(
     Write a trained test bed.
 
     Args:
-        folder (`str` or `Path`): Gets `target`, a folder for each drafter, and `prompts/rho-X.jsonl`.
+        folder (`str` or `Path`): Gets `target`, a folder for each drafter, and `prompts/rho-PERCENT.jsonl`.
         language ([`Language`]): The language.
         target (`PreTrainedModel`): Its target.
         systems (`dict[str, CarryoverDrafter]`): Drafters by name.
@@ -65,7 +65,8 @@ def save_testbed(
             for i, text in enumerate(texts.tolist())
         ]
         lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / "prompts" / f"rho-{rho:g}.jsonl").write_text(lines, encoding="utf-8")
+        # In percent: a dot would end the name of the set.
+        (folder / "prompts" / f"rho-{round(100 * rho)}.jsonl").write_text(lines, encoding="utf-8")
 
 
 __all__ = ["language_tokenizer", "save_testbed"]
