@@ -263,8 +263,9 @@ def sections() -> dict[str, str | None]:
         result[name] = None if report is None else vllm_bench.report(report).replace("## ", "#### ").rstrip()
     read = load("reading.json")
     result["reading"] = None if read is None else reading.tables(read)
-    adapters = load("adapter-testbed.json")
-    result["adapter-testbed"] = None if adapters is None else adapter_bench.gains(adapters)
+    for name in ("adapter-testbed", "adapter-testbed-8"):
+        report = load(f"{name}.json")
+        result[name] = None if report is None else adapter_bench.gains(report)
     return result
 
 
