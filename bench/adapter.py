@@ -104,7 +104,7 @@ def compare(drafters: dict, target, language: Language, rho: float) -> dict:
 
 
 def gains(report: dict) -> str:
-    """The first table: gains over the control by position of the dial."""
+    """The first table: gains over the control by position of the dial; and how much was trained."""
     body = []
     for rho, result in report["results"].items():
         taus = [f"{result['tau'][name]['value']:.2f}" for name in ("control", "full", "adapter")]
@@ -112,7 +112,8 @@ def gains(report: dict) -> str:
         body.append([rho, *taus, *over, cell(result["share"], "{:.0%}")])
     names = ["control", "full", "adapter"]
     head = ["ρ", *(f"τ {name}" for name in names), "gain, full", "gain, adapter", "adapter's share of the gain"]
-    return pipe_table(head, body)
+    trained, whole = (report["cost"][name]["trained"] for name in ("adapter", "full"))
+    return f"{pipe_table(head, body)}\n\nTrained: {trained:,} parameters, {trained / whole:.1%} of full fine-tuning's."
 
 
 def markdown(report: dict) -> str:

@@ -186,7 +186,7 @@ class Step:
         times.append(time.perf_counter())
         base = drafter.logits(hidden, head.weight, head.bias).float()
         times.append(time.perf_counter())
-        argmax_proposals(drafter, base, self.input_ids[0, -1:], head.token_ids)
+        argmax_proposals(drafter, base[None], self.input_ids[0, -1:], head.token_ids)
         times.append(time.perf_counter())
         return {name: 1000 * (b - a) for name, a, b in zip(PARTS, times, times[1:])}
 

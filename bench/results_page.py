@@ -194,6 +194,18 @@ def adapter() -> str | None:
     )
 
 
+def probe() -> str | None:
+    """Evaluation of the interface probe's drafters after training."""
+    report = load("smollm2-probe.json")
+    if report is None:
+        return None
+    body = [
+        [name, str(m["eval_blocks"]), f"{m['eval_loss']:.3f}", f"{m['eval_tau']:.3f}"]
+        for name, m in ((name, run["metrics"]) for name, run in report.items())
+    ]
+    return pipe_table(["carried", "anchors", "loss", "simulated τ"], body)
+
+
 def end_to_end() -> str | None:
     """Tokens per second over plain decoding, and of pairs of systems, mean of the sets and all prompts together."""
     report = load("smollm2-dflash-bench.json")
@@ -246,6 +258,7 @@ def sections() -> dict[str, str | None]:
         "scaling": scaling(),
         "reach": reach(analysis, load("smollm2-markov-replay.json")),
         "adapter": adapter(),
+        "probe": probe(),
         "dflash-bench": end_to_end(),
         "size": size(),
         "rate": rate(),

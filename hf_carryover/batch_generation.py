@@ -32,6 +32,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput, _speculative_sampling
 
 from .batch_cache import BatchCache
+from .compiled import argmax_proposals
 from .generation import CarryoverCandidateGenerator, GenerationReport, cached_tokens
 from .modeling_carryover import CarryoverDrafter
 from .target import gather_features, text_config
@@ -291,29 +292,16 @@ class BatchDecoding:
         for sequence in active:
             limit = min(generator.num_proposals, sequence.left - 1)
             limits.append(max(0, generator.position_limit.clip(limit, anchor=len(sequence.ids) - 1)))
-        anchors = head.embed(torch.tensor([s.ids[-1] for s in active], device=self.device), drafter.device)
+        anchor_ids = torch.tensor([s.ids[-1] for s in active], device=self.device)
+        anchors = head.embed(anchor_ids, drafter.device)
         hidden = self.drafts.draft(anchors, head.mask_embeds)[:, : max(limits)]
         if not max(limits):
             return [[] for _ in active], [None] * len(active)
         base = drafter.logits(hidden.to(head.weight.device), head.weight, head.bias).float()
         if generator.needs_logits or generator.logits_processor:
             return self._draw_processed(active, base, limits)
-        drawn = self._argmax(active, base).tolist()
+        drawn = argmax_proposals(drafter, base, anchor_ids, head.token_ids).tolist()
         return [tokens[:limit] for tokens, limit in zip(drawn, limits)], [None] * len(active)
-
-    def _argmax(self, active: list[_Sequence], base: torch.Tensor) -> torch.LongTensor:
-        """Greedy proposals `(batch_size, proposals)` when nothing changes the logits."""
-        markov, token_ids = self.drafter.markov_head, self.generator.head.token_ids
-        previous = torch.tensor([s.ids[-1] for s in active], device=self.drafter.device)
-        drawn = []
-        for k in range(base.shape[1]):
-            scores = base[:, k]
-            if markov is not None:
-                scores = scores + markov(previous.to(self.drafter.device)).to(scores.device).float()
-            previous = scores.argmax(dim=-1)
-            previous = previous if token_ids is None else token_ids[previous]
-            drawn.append(previous)
-        return torch.stack(drawn, dim=1)
 
     def _draw_processed(self, active, base, limits):
         proposals, kept = [], []

@@ -36,30 +36,30 @@ _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 _ISOLATED = {"isolate_recompiles": True} if Version(torch.__version__).release >= (2, 13) else {}
 
 
-def argmax_proposals(drafter: CarryoverDrafter, base: torch.Tensor, anchor_id: torch.LongTensor, token_ids):
+def argmax_proposals(drafter: CarryoverDrafter, base: torch.Tensor, anchor_ids: torch.LongTensor, token_ids):
     """
     Greedy proposals when nothing but the Markov bias changes the logits: `y_k = argmax(base_k + W2 · W1[y_{k-1}])`.
 
     Args:
         drafter ([`CarryoverDrafter`]): The drafter.
-        base (`torch.Tensor` of shape `(proposals, output_vocab_size)`): Logits without Markov bias.
-        anchor_id (`torch.LongTensor` of shape `(1,)`): `y_0`, a target id.
+        base (`torch.Tensor` of shape `(batch_size, proposals, output_vocab_size)`): Logits without Markov bias.
+        anchor_ids (`torch.LongTensor` of shape `(batch_size,)`): `y_0`, target ids.
         token_ids (`torch.LongTensor` of shape `(output_vocab_size,)`, *optional*): Target ids of a draft vocabulary.
 
     Returns:
-        `torch.LongTensor` of shape `(proposals,)`: target ids.
+        `torch.LongTensor` of shape `(batch_size, proposals)`: target ids.
     """
     if drafter.markov_head is None:
         tokens = base.argmax(dim=-1)
         return tokens if token_ids is None else token_ids[tokens]
-    drawn, previous = [], anchor_id
-    for row in base:
-        # In the dtype of the row: a sum of two dtypes takes several times as long on CPU.
-        bias = drafter.markov_head(previous.to(drafter.device)).to(row)
-        token = (row + bias).argmax(dim=-1)
+    drawn, previous = [], anchor_ids
+    for rows in base.unbind(dim=1):
+        # In the dtype of the rows: a sum of two dtypes takes several times as long on CPU.
+        bias = drafter.markov_head(previous.to(drafter.device)).to(rows)
+        token = (rows + bias).argmax(dim=-1)
         previous = token if token_ids is None else token_ids[token]
         drawn.append(previous)
-    return torch.cat(drawn)
+    return torch.stack(drawn, dim=1)
 
 
 class _StepMemory:
@@ -134,7 +134,7 @@ class DraftStep(nn.Module):
         hidden = drafter.run_layers(block, block_rope, memory, masks)[0, :limit]
         weight, bias, token_ids = head
         base = drafter.logits(hidden, weight, bias).float()
-        return base, None if anchor_id is None else argmax_proposals(drafter, base, anchor_id, token_ids)
+        return base, None if anchor_id is None else argmax_proposals(drafter, base[None], anchor_id, token_ids)[0]
 
 
 class FixedCache(CarryoverCache):

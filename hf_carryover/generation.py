@@ -339,7 +339,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             return self.draw_processed(input_ids, base)
         if tokens is None:
             with torch.no_grad():
-                tokens = argmax_proposals(self.drafter, base, input_ids[0, -1:], self.head.token_ids)
+                tokens = argmax_proposals(self.drafter, base[None], input_ids[0, -1:], self.head.token_ids)[0]
         return torch.cat([input_ids, tokens.unsqueeze(0).to(input_ids.device)], dim=1), None
 
     @torch.no_grad()
