@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+# How the names of what carry and looking up add to a drafter begin.
+ADDED = ("carry_", "lookup_")
 # What PEFT puts in front of the names of the model it wraps.
 PREFIX = "base_model.model."
 # The linear maps of a drafter; adapted where a config does not choose.
@@ -87,15 +89,15 @@ def train_adapter(drafter: CarryoverDrafter) -> None:
 
 
 def carry_tensors(drafter: CarryoverDrafter) -> dict[str, torch.nn.Parameter]:
-    """The parameters that carry adds."""
-    return {name: value for name, value in drafter.named_parameters() if name.startswith("carry_")}
+    """The parameters that carry and looking up add."""
+    return {name: value for name, value in drafter.named_parameters() if name.startswith(ADDED)}
 
 
 def digest(drafter: CarryoverDrafter) -> str:
     """Of the base's weights, as bfloat16: the same whatever dtype they were loaded in."""
     found = hashlib.sha256()
     for name, value in sorted(drafter.state_dict().items()):
-        if name.startswith("carry_"):
+        if name.startswith(ADDED):
             continue
         value = value.detach().cpu()
         value = value.to(torch.bfloat16).view(torch.int16) if value.is_floating_point() else value.to(torch.int64)
@@ -121,6 +123,7 @@ def save_adapter(drafter: CarryoverDrafter, folder: str | Path, state_dict: dict
         **drafter.adapter_base,
         "carry": json.dumps(drafter.config.carry),
         "carry_from": drafter.config.carry_from,
+        "lookup_ngram_size": json.dumps(drafter.config.lookup_ngram_size),
     }
     save_file(adapter_state(drafter, state_dict), folder / WEIGHTS_FILE, metadata=about)
     _config_of(drafter).save_pretrained(str(folder))
@@ -201,10 +204,12 @@ def load_adapter_drafter(
     else:
         if not base:
             raise ValueError(f"The adapter {name} does not name its base: give `base`.")
-        carry = {"carry": json.loads(about["carry"]), "carry_from": about["carry_from"]}
-        kwargs.pop("carry", None)
+        added = {"carry": json.loads(about["carry"]), "carry_from": about["carry_from"]}
+        if "lookup_ngram_size" in about:  # adapters of older versions look nothing up
+            added["lookup_ngram_size"] = json.loads(about["lookup_ngram_size"])
+        kwargs = {key: value for key, value in kwargs.items() if key not in added}
         # In the dtype it is stored in, so that the comparison does not depend on the one asked for.
-        drafter, called = cls.from_pretrained(base, **carry, **kwargs), str(base)
+        drafter, called = cls.from_pretrained(base, **added, **kwargs), str(base)
     if digest(drafter) != about["base_digest"]:
         raise ValueError(
             f"The adapter {name} was trained on the drafter {about['base'] or 'without a name'}, {called} holds other "

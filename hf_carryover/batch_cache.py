@@ -98,19 +98,20 @@ class BatchCache:
         self.carried = rows - num_committed
 
     @torch.no_grad()
-    def draft(self, anchor_embeds: torch.Tensor, mask_embeds: torch.Tensor | None) -> torch.Tensor:
+    def draft(self, anchor_embeds: torch.Tensor, mask_embeds: torch.Tensor | None, **hints) -> torch.Tensor:
         """
         Write the open windows and draft every sequence's next block.
 
         Args:
             anchor_embeds (`torch.Tensor` of shape `(batch_size, target_hidden_size)`): Of the anchors.
             mask_embeds (`torch.Tensor` of shape `(target_hidden_size,)`, *optional*): Of the mask token.
+            hints: Of [`~hf_carryover.lookup.lookup_hints`].
 
         Returns:
             `torch.Tensor` of shape `(batch_size, block_size, target_hidden_size)`: states of the predicting rows.
         """
         drafter = self.drafter
-        block = drafter.block_states(anchor_embeds, mask_embeds)
+        block = drafter.block_states(anchor_embeds, mask_embeds, **hints)
         offsets = torch.arange(block.shape[1], device=block.device)
         length = self.committed + self.carried
         positions, slots = self.committed.unsqueeze(1) + offsets, length.unsqueeze(1) + offsets

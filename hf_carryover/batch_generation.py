@@ -18,6 +18,7 @@ import inspect
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.logits_process import (
@@ -34,6 +35,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, _speculativ
 from .batch_cache import BatchCache
 from .compiled import argmax_proposals
 from .generation import CarryoverCandidateGenerator, GenerationReport, cached_tokens
+from .lookup import lookup_hints
 from .modeling_carryover import CarryoverDrafter
 from .target import gather_features, text_config
 
@@ -294,7 +296,7 @@ class BatchDecoding:
             limits.append(max(0, generator.position_limit.clip(limit, anchor=len(sequence.ids) - 1)))
         anchor_ids = torch.tensor([s.ids[-1] for s in active], device=self.device)
         anchors = head.embed(anchor_ids, drafter.device)
-        hidden = self.drafts.draft(anchors, head.mask_embeds)[:, : max(limits)]
+        hidden = self.drafts.draft(anchors, head.mask_embeds, **self._hints(active))[:, : max(limits)]
         if not max(limits):
             return [[] for _ in active], [None] * len(active)
         base = drafter.logits(hidden.to(head.weight.device), head.weight, head.bias).float()
@@ -302,6 +304,10 @@ class BatchDecoding:
             return self._draw_processed(active, base, limits)
         drawn = argmax_proposals(drafter, base, anchor_ids, head.token_ids).tolist()
         return [tokens[:limit] for tokens, limit in zip(drawn, limits)], [None] * len(active)
+
+    def _hints(self, active: list[_Sequence]) -> dict:
+        texts = (np.array(sequence.ids) for sequence in active)
+        return lookup_hints(self.generator.head, self.drafter, texts)
 
     def _draw_processed(self, active, base, limits):
         proposals, kept = [], []

@@ -89,7 +89,18 @@ class DraftStep(nn.Module):
         self.drafter = drafter
 
     def forward(
-        self, features, places, anchor_embeds, mask_embeds, keys, values, head, anchor_id, limit: int, fixed: bool
+        self,
+        features,
+        places,
+        anchor_embeds,
+        mask_embeds,
+        keys,
+        values,
+        head,
+        anchor_id,
+        limit: int,
+        fixed: bool,
+        hints: dict,
     ):
         """
         Args:
@@ -103,6 +114,7 @@ class DraftStep(nn.Module):
             anchor_id (`torch.LongTensor` of shape `(1,)`, *optional*): Draw the likeliest proposals, behind this one.
             limit (`int`): Proposals wanted.
             fixed (`bool`): `keys` are all slots, not just those in use.
+            hints (`dict`): Of [`~hf_carryover.lookup.lookup_hints`].
 
         Returns:
             `tuple[torch.Tensor, torch.Tensor | None]`: float32 logits without Markov bias
@@ -112,7 +124,7 @@ class DraftStep(nn.Module):
         start, committed, existing, first_position = places.unbind()
         window = torch.arange(features.shape[1], device=features.device)
         states = drafter.fuse(features, (window >= committed).unsqueeze(0))
-        block = drafter.block_states(anchor_embeds, mask_embeds)
+        block = drafter.block_states(anchor_embeds, mask_embeds, **hints)
         rows = torch.arange(block.shape[1], device=features.device)
         block_start = start + features.shape[1]
         slots = torch.cat([start + window, block_start + rows])
@@ -237,7 +249,7 @@ class CompiledDraft:
             and head.weight.device == drafter.device
         )
 
-    def __call__(self, drafter: CarryoverDrafter, head: TargetHead, cache: CarryoverCache, anchor_id, limit, draw):
+    def __call__(self, drafter: CarryoverDrafter, head: TargetHead, cache: CarryoverCache, anchor_id, limit, draw, hints):
         """
         Draft behind a window that [`~CarryoverDrafter.commit_window`] left unfused.
 
@@ -248,6 +260,7 @@ class CompiledDraft:
             anchor_id (`torch.LongTensor` of shape `(1,)`): The anchor.
             limit (`int`): Proposals wanted: the same in every call, since each number is compiled for itself.
             draw (`bool`): Draw the likeliest proposals.
+            hints (`dict`): Of [`~hf_carryover.lookup.lookup_hints`].
 
         Returns:
             As [`DraftStep.forward`], or `None` if it could not be compiled; then the window is still unfused.
@@ -277,7 +290,7 @@ class CompiledDraft:
                 torch.compiler.cudagraph_mark_step_begin()
             with torch.no_grad():
                 base, tokens = self._step(
-                    features, places, anchor, head.mask_embeds, keys, values, weights, anchor_id, limit, fixed
+                    features, places, anchor, head.mask_embeds, keys, values, weights, anchor_id, limit, fixed, hints
                 )
         except Exception as error:  # a compiler can fail in any way, and none of them may end a generation
             self.failure = f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -33,6 +33,9 @@ def default_target_layer_ids(num_target_layers: int, num_features: int = 5) -> l
 # What a carried row can be made of, and for each whether the target's states are part of it.
 CARRY_SOURCES = {"states": True, "predictions": False, "proposals": False, "states_and_predictions": True}
 
+# Longest suffix of the text that may be looked up; each length has an embedding of its own.
+MAX_LOOKUP_NGRAM = 64
+
 # Who sees whom among the rows of a block.
 BLOCK_ATTENTION = ("bidirectional", "causal_sliding", "causal")
 
@@ -98,6 +101,9 @@ class CarryoverConfig(PreTrainedConfig):
             What a carried row is made of: `"states"`, the target's (arXiv 2609.14717); `"predictions"`, the target's
             likeliest next token there; `"proposals"`, the rejected token itself; `"states_and_predictions"`, both of
             the target's. Tokens enter through the target's embedding and one linear map.
+        lookup_ngram_size (`int`, *optional*, defaults to 0):
+            Longest ending of the text, in tokens, whose last earlier occurrence is looked up; the tokens behind it come
+            into the block as embeddings, see [`~hf_carryover.lookup.look_up`]. 0 looks nothing up.
         markov_rank (`int`, *optional*, defaults to 0):
             Rank `r` of the Markov head, `logits_k += W2 · W1[y_{k-1}]`. 0 samples every position independently.
         draft_vocab_size (`int`, *optional*):
@@ -178,6 +184,7 @@ class CarryoverConfig(PreTrainedConfig):
     mask_token_id: int | None = None
     carry: bool = True
     carry_from: str = "states"
+    lookup_ngram_size: int = 0
     markov_rank: int = 0
     draft_vocab_size: int | None = None
     own_head: bool = False
@@ -277,6 +284,11 @@ class CarryoverConfig(PreTrainedConfig):
             )
         if self.markov_rank < 0:
             raise ValueError(f"`markov_rank` must be 0 (no Markov head) or positive, got {self.markov_rank}.")
+        if not 0 <= self.lookup_ngram_size <= MAX_LOOKUP_NGRAM:
+            raise ValueError(
+                f"`lookup_ngram_size` must lie in 0 (nothing is looked up) ... {MAX_LOOKUP_NGRAM}, got "
+                f"{self.lookup_ngram_size}."
+            )
         if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"`draft_vocab_size` must lie in 1 ... {self.vocab_size} (`vocab_size`), got {self.draft_vocab_size}."

@@ -18,6 +18,7 @@ from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTraine
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .compiled import CompiledDraft, argmax_proposals
+from .lookup import lookup_hints
 from .modeling_carryover import CarryoverCache, CarryoverDrafter
 from .stopping import ScoreTap
 from .target import PositionLimit, TargetHead, gather_features, hidden_state_indices
@@ -333,7 +334,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
     def _propose(self, input_ids: torch.LongTensor, limit: int) -> tuple[torch.LongTensor, torch.Tensor | None]:
         """Draft a block and draw its first `limit` proposals."""
         draw = not (self.needs_logits or self.logits_processor)
-        base, tokens = self._base_logits(input_ids[0, -1:], limit, draw)
+        base, tokens = self._base_logits(input_ids, limit, draw)
         self._lap("draft")
         if not draw:
             return self.draw_processed(input_ids, base)
@@ -343,22 +344,33 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         return torch.cat([input_ids, tokens.unsqueeze(0).to(input_ids.device)], dim=1), None
 
     @torch.no_grad()
-    def _base_logits(self, anchor_id: torch.LongTensor, limit: int, draw: bool):
+    def _base_logits(self, input_ids: torch.LongTensor, limit: int, draw: bool):
         """
         Draft logits without Markov bias `(limit, output_vocab_size)`, and if the compiled step could `draw` them the
         likeliest proposals `(limit,)`.
         """
-        drafter, head = self.drafter, self.head
+        drafter, head, anchor_id = self.drafter, self.head, input_ids[0, -1:]
+        hints = self._hints(input_ids)
         if self.compiled is not None and self.cache.unfused is not None:
-            drafted = self.compiled(drafter, head, self.cache, anchor_id, self.num_proposals, draw)
+            drafted = self.compiled(drafter, head, self.cache, anchor_id, self.num_proposals, draw, hints)
             if drafted is not None:
                 base, tokens = drafted
                 return base[:limit], None if tokens is None else tokens[:limit]
         anchor = head.embed(anchor_id, drafter.device)
         # The whole block runs, as in training; only the rows in use reach the head.
-        hidden = drafter.draft(self.cache, anchor, head.mask_embeds)[0, :limit]
+        hidden = drafter.draft(self.cache, anchor, head.mask_embeds, **hints)[0, :limit]
         base = drafter.logits(hidden.to(head.weight.device), head.weight, head.bias)
         return base.float(), None  # argmax over half precision is several times slower on a CPU
+
+    def _hints(self, input_ids: torch.LongTensor) -> dict:
+        """What the drafter looks up in the text, if it does; padding is no part of the text."""
+        if not self.drafter.config.lookup_ngram_size:
+            return {}
+        text = input_ids[0]
+        if self.attention_mask is not None:
+            prompt = self.attention_mask[0, self.cached_columns :].bool()
+            text = torch.cat([text[: len(prompt)][prompt], text[len(prompt) :]])
+        return lookup_hints(self.head, self.drafter, [text.cpu().numpy()])
 
     @torch.no_grad()
     def draw_processed(self, input_ids: torch.LongTensor, base: torch.Tensor, processors=None):

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .adapters import has_adapter
+from .adapters import ADDED, has_adapter
 from .command import Parser, run_command
 from .configuration_carryover import CarryoverConfig
 from .modeling_carryover import CarryoverDrafter
@@ -38,6 +38,7 @@ def describe_drafter(drafter: CarryoverDrafter) -> dict[str, str]:
         "format": (config.converted_from or {}).get("format", "carryover"),
         "carry": f"on, from {config.carry_from}" if config.carry else "off",
         "proposals": f"{config.block_size} a round, {layout}",
+        "lookup": f"n-grams of up to {config.lookup_ngram_size}" if config.lookup_ngram_size else "off",
         "layers": f"{config.num_hidden_layers} of width {config.hidden_size}",
         "target": f"{config.num_target_layers or 'any number of'} layers of width {config.target_hidden_size}, "
         f"tapped at {config.target_layer_ids}",
@@ -47,7 +48,7 @@ def describe_drafter(drafter: CarryoverDrafter) -> dict[str, str]:
         "parameters": f"{size / 1e6:.2f} M, {str(drafter.dtype).removeprefix('torch.')}",
     }
     if has_adapter(drafter):
-        own = sum(p.numel() for name, p in drafter.named_parameters() if "lora_" in name or name.startswith("carry_"))
+        own = sum(p.numel() for name, p in drafter.named_parameters() if "lora_" in name or name.startswith(ADDED))
         lines["adapter"] = f"{own / 1e6:.3f} M of them, on {drafter.adapter_base['base'] or 'a base without a name'}"
     return lines
 

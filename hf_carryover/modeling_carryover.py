@@ -354,6 +354,9 @@ class CarryoverPreTrainedModel(PreTrainedModel):
         if isinstance(module, CarryoverDrafter):
             if module.carry_embedding is not None:
                 init.zeros_(module.carry_embedding)
+            if module.lookup_embedding is not None:
+                init.ones_(module.lookup_scale)
+                init.zeros_(module.lookup_embedding)
             if module.mask_embedding is not None:
                 init.normal_(module.mask_embedding, mean=0.0, std=self.config.initializer_range)
             if module.head_weight is not None:
@@ -368,6 +371,8 @@ _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision",
 
 # What a drafter with carry has beyond one without.
 _CARRY_TENSORS = {"carry_embedding", "carry_proj.weight"}
+# And one that looks up, beyond one that does not.
+_LOOKUP_TENSORS = {"lookup_embedding", "lookup_scale"}
 
 
 # What reading a damaged file raises; each message is passed on. Others are ours, or the file system's.
@@ -400,16 +405,16 @@ def _listing(names: set[str], most: int = 20) -> str:
     return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")
 
 
-def _check_loading(model: "CarryoverDrafter", info: dict, name, fresh_carry: bool, may_differ: bool = False) -> None:
+def _check_loading(model: "CarryoverDrafter", info: dict, name, fresh: set[str], may_differ: bool = False) -> None:
     """
-    Raise a `ValueError` when a checkpoint lacked a tensor, but for those of a fresh carry, had others, or unless they
+    Raise a `ValueError` when a checkpoint lacked a tensor, but for `fresh` ones, had others, or unless they
     `may_differ` had some of another shape.
     """
-    missing, unknown = set(info["missing_keys"]), set(info["unexpected_keys"])
-    if fresh_carry:
-        missing -= _CARRY_TENSORS
+    missing, unknown = set(info["missing_keys"]) - fresh, set(info["unexpected_keys"])
     if not model.config.carry:
         unknown -= _CARRY_TENSORS
+    if not model.config.lookup_ngram_size:
+        unknown -= _LOOKUP_TENSORS
     problems = []
     shapes = {f"{key} is {tuple(there)}, not {tuple(here)}" for key, there, here in info["mismatched_keys"]}
     if shapes and not may_differ:
@@ -478,6 +483,9 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         self.carry_embedding = nn.Parameter(torch.zeros(d)) if config.carry else None
         self.carry_proj = CarryProjection(d_target, d, bias=False) if config.carried_token else None
         self.mask_embedding = nn.Parameter(torch.empty(d_target)) if config.mask_token_id is None else None
+        looked_up = config.lookup_ngram_size
+        self.lookup_scale = nn.Parameter(torch.ones(d_target)) if looked_up else None
+        self.lookup_embedding = nn.Parameter(torch.zeros(looked_up, d_target)) if looked_up else None
         head = torch.zeros(config.output_vocab_size, d_target) if config.own_head else None
         self.register_buffer("head_weight", head)  # frozen: neither an optimizer nor PEFT sees a buffer
         reduced = config.draft_vocab_size is not None
@@ -494,9 +502,9 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         Like the parent, but a checkpoint that does not hold exactly this drafter's tensors is an error: transformers
         would draw the missing ones at random and go on.
 
-        The one exception is what carry adds, the carry embedding and, if `carry_from` has tokens in it, their map.
-        They start anew when `carry=True` is asked of a checkpoint that was saved with `carry=False`, and are left out
-        when `carry=False` is asked of one that has them.
+        The exceptions are what carry adds, the carry embedding and, if `carry_from` has tokens in it, their map, and
+        what looking up adds. They start anew when `carry=True` or a `lookup_ngram_size` is asked of a checkpoint that
+        was saved without, and are left out when one that has them is asked to do without.
 
         With the package installed, folders and repositories of other DFlash drafters (z-lab, DeepSpec, speculators)
         are read as well, carry off unless asked for, and adapters of drafters together with their base.
@@ -529,11 +537,12 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
                 f"The checkpoint {pretrained_model_name_or_path} can't be read ({type(error).__name__}: {error}). Its "
                 "files are damaged or not a drafter's, or an argument is not one of `from_pretrained`."
             ) from error
-        fresh_carry = False
-        if set(info["missing_keys"]) & _CARRY_TENSORS and pretrained_model_name_or_path is not None:
+        fresh: set[str] = set()
+        if set(info["missing_keys"]) & (_CARRY_TENSORS | _LOOKUP_TENSORS) and pretrained_model_name_or_path is not None:
             stored, _ = cls.config_class.get_config_dict(pretrained_model_name_or_path, **hub)
-            fresh_carry = stored.get("carry") is False
-        _check_loading(model, info, pretrained_model_name_or_path, fresh_carry, may_differ)
+            fresh |= _CARRY_TENSORS if stored.get("carry") is False else set()
+            fresh |= set() if stored.get("lookup_ngram_size") else _LOOKUP_TENSORS
+        _check_loading(model, info, pretrained_model_name_or_path, fresh, may_differ)
         model.check_draft_vocabulary()
         return (model, info) if output_loading_info else model
 
@@ -541,7 +550,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
     def from_tensors(cls, config, tensors: dict, name: str = "", output_loading_info: bool = False, **kwargs):
         """
         A drafter of named tensors that were read elsewhere, as strict as [`~CarryoverDrafter.from_pretrained`]; what
-        carry adds may be missing.
+        carry and looking up add may be missing.
 
         Args:
             config ([`CarryoverConfig`]): The configuration.
@@ -557,7 +566,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
             output_loading_info=True,
             **{**kwargs, "ignore_mismatched_sizes": True},  # they are listed below, with their names
         )
-        _check_loading(model, info, name, fresh_carry=True)
+        _check_loading(model, info, name, fresh=_CARRY_TENSORS | _LOOKUP_TENSORS)
         model.check_draft_vocabulary()
         return (model, info) if output_loading_info else model
 
@@ -701,8 +710,23 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
                 clock.lap("carry")
         return self.hidden_norm(fused)
 
-    def block_states(self, anchor_embeds: torch.Tensor, mask_embeds: torch.Tensor | None) -> torch.Tensor:
-        """Block input `[emb(x_a), mask, …, mask]`, `(num_blocks, rows, hidden)`, from anchors `(num_blocks, d_t)`."""
+    def block_states(
+        self,
+        anchor_embeds: torch.Tensor,
+        mask_embeds: torch.Tensor | None,
+        lookup_embeds: torch.Tensor | None = None,
+        lookup_sizes: torch.LongTensor | None = None,
+    ) -> torch.Tensor:
+        """
+        Block input `[emb(x_a), mask, …, mask]`, `(num_blocks, rows, hidden)`, from anchors `(num_blocks, d_t)`. With
+        `config.lookup_ngram_size` the row that predicts `a + k` gets `s ⊙ emb(c_k) + v_n` on top, `c_1 … c_B` being
+        the tokens that were looked up and `n` the length of the suffix that was found; nothing where `n` is 0.
+
+        Args:
+            lookup_embeds (`torch.Tensor` of shape `(num_blocks, block_size, target_hidden_size)`, *optional*):
+                Target embeddings of `c_1 … c_B`.
+            lookup_sizes (`torch.LongTensor` of shape `(num_blocks,)`, *optional*): `n`.
+        """
         mask = self.mask_embedding if self.mask_embedding is not None else mask_embeds
         if mask is None:
             raise ValueError(
@@ -711,6 +735,16 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
             )
         masks = mask.to(anchor_embeds.dtype).expand(anchor_embeds.shape[0], self.config.block_rows - 1, -1)
         block = torch.cat([anchor_embeds.unsqueeze(1), masks], dim=1).to(self.fc.weight.dtype)
+        if self.lookup_embedding is not None:
+            if lookup_embeds is None or lookup_sizes is None:
+                raise ValueError(
+                    "`lookup_embeds` and `lookup_sizes` are required: the drafter looks up n-grams of up to "
+                    f"{self.config.lookup_ngram_size} tokens. See `hf_carryover.lookup.lookup_hints`."
+                )
+            found = self.lookup_embedding[(lookup_sizes - 1).clamp(min=0)].unsqueeze(1)
+            hints = lookup_embeds.to(block.dtype) * self.lookup_scale + found
+            hints = torch.where((lookup_sizes > 0)[:, None, None], hints, 0.0)
+            block = block + nn.functional.pad(hints, (0, 0, block.shape[1] - hints.shape[1], 0))
         return block if self.embed_proj is None else self.embed_proj(block)
 
     def remember(self, features: torch.Tensor, keep: bool = True) -> ParallelMemory:
@@ -778,6 +812,8 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         carried_mask: torch.BoolTensor | None = None,
         carried_embeds: torch.Tensor | None = None,
         mask_embeds: torch.Tensor | None = None,
+        lookup_embeds: torch.Tensor | None = None,
+        lookup_sizes: torch.LongTensor | None = None,
         previous_ids: torch.LongTensor | None = None,
         head_weight: torch.Tensor | None = None,
         head_bias: torch.Tensor | None = None,
@@ -807,6 +843,8 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
                 Target embeddings of the tokens in them; needed when `config.carry_from` is not `"states"`.
             mask_embeds (`torch.Tensor` of shape `(target_hidden_size,)`, *optional*):
                 Target embedding of `config.mask_token_id`.
+            lookup_embeds, lookup_sizes (*optional*):
+                See [`CarryoverDrafter.block_states`]; needed with `config.lookup_ngram_size`.
             previous_ids (`torch.LongTensor` of shape `(num_blocks, block_size)`, *optional*):
                 Tokens before each predicted position, `x_a … x_{a+B-1}`; needed for logits with a Markov head.
             head_weight (`torch.Tensor` of shape `(output_vocab_size, target_hidden_size)`, *optional*):
@@ -828,7 +866,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
                 "A Carryover drafter drafts from target features, not from token ids. Use `import hf_carryover` and "
                 "`model.generate(..., assistant_model=drafter)`, or `CarryoverTrainer` to train it."
             )
-        block = self.block_states(anchor_embeds, mask_embeds)
+        block = self.block_states(anchor_embeds, mask_embeds, lookup_embeds, lookup_sizes)
         offsets = torch.arange(block.shape[1], device=block.device)
         query_positions = anchor_positions.unsqueeze(1) + offsets
         if memory is None:
@@ -940,14 +978,22 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         cache.window = cache.window_rope = None
 
     @torch.no_grad()
-    def draft(self, cache: CarryoverCache, anchor_embeds: torch.Tensor, mask_embeds: torch.Tensor | None):
+    def draft(
+        self,
+        cache: CarryoverCache,
+        anchor_embeds: torch.Tensor,
+        mask_embeds: torch.Tensor | None,
+        lookup_embeds: torch.Tensor | None = None,
+        lookup_sizes: torch.LongTensor | None = None,
+    ):
         """
         Step 1 of a round: final states of the predicting rows `(1, block_size, target_hidden_size)`, given the target
-        embedding of the anchor `(1, target_hidden_size)`, which sits right behind the committed rows.
+        embedding of the anchor `(1, target_hidden_size)`, which sits right behind the committed rows, and the other
+        arguments of [`CarryoverDrafter.block_states`].
         """
         if cache.unfused is not None:
             self._fuse_window(cache)
-        block = self.block_states(anchor_embeds, mask_embeds)
+        block = self.block_states(anchor_embeds, mask_embeds, lookup_embeds, lookup_sizes)
         rows = block.shape[1]
         start = cache.first_position + cache.committed
         positions = torch.arange(start, start + rows, device=block.device).unsqueeze(0)

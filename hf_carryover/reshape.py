@@ -12,7 +12,15 @@ from .modeling_carryover import CarryoverDrafter
 
 
 # What can change and keep a meaning for the old weights.
-RESHAPABLE = ("block_size", "carry", "carry_from", "draft_sampling", "markov_rank", "target_layer_ids")
+RESHAPABLE = (
+    "block_size",
+    "carry",
+    "carry_from",
+    "draft_sampling",
+    "lookup_ngram_size",
+    "markov_rank",
+    "target_layer_ids",
+)
 
 
 @torch.no_grad()
@@ -20,16 +28,17 @@ def reshape_drafter(
     drafter: CarryoverDrafter, *, draft_token_ids: torch.LongTensor | None = None, **changes: Any
 ) -> CarryoverDrafter:
     """
-    A copy of a drafter with another block size, draft vocabulary, set of tapped layers, Markov head or carry.
+    A copy of a drafter with another block size, draft vocabulary, set of tapped layers, Markov head, n-gram size of
+    what it looks up, or carry.
 
     What both shapes have is kept, what is new starts without effect where it can: tapped layers with weight 0, tokens
-    with a Markov bias of 0, carry with `e = 0`.
+    with a Markov bias of 0, carry with `e = 0`. What is looked up has an effect from the start.
 
     Args:
         drafter ([`CarryoverDrafter`]): The trained drafter, left as it is.
         draft_token_ids (`torch.LongTensor`, *optional*): Increasing target ids of a new draft vocabulary.
         changes: Fields of [`CarryoverConfig`] among `block_size`, `carry`, `carry_from`, `draft_sampling`,
-            `markov_rank` and `target_layer_ids`.
+            `lookup_ngram_size`, `markov_rank` and `target_layer_ids`.
 
     Returns:
         [`CarryoverDrafter`], in the dtype and on the device of the old one.
@@ -61,6 +70,9 @@ def reshape_drafter(
             continue
         value.copy_(old[name])
     _copy_fusion(drafter, new)
+    if drafter.lookup_embedding is not None and new.lookup_embedding is not None:
+        both = min(len(drafter.lookup_embedding), len(new.lookup_embedding))
+        new.lookup_embedding[:both] = drafter.lookup_embedding[:both]
     if new.d2t is not None and draft_token_ids is None:
         new.d2t.copy_(drafter.d2t)
         new.t2d.copy_(drafter.t2d)

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")
 # What shapes a new drafter, and which of it only a new one takes: see `reshape_drafter` for the others.
 NEW_FLAGS = ("num_hidden_layers", "init_from_target", "anchor_first", "mask_token_id")
-SHAPE_FLAGS = ("block_size", "markov_rank", "target_layer_ids", *NEW_FLAGS)
+SHAPE_FLAGS = ("block_size", "lookup_ngram_size", "markov_rank", "target_layer_ids", *NEW_FLAGS)
 
 
 @dataclass
@@ -61,7 +61,7 @@ class DrafterArguments:
         num_hidden_layers, init_from_target, anchor_first, mask_token_id (*optional*):
             Of a new drafter, so refused together with `drafter`; see [`drafter_from_target`] and [`CarryoverConfig`],
             whose defaults hold.
-        block_size, markov_rank, draft_vocab_size, target_layer_ids (*optional*):
+        block_size, lookup_ngram_size, markov_rank, draft_vocab_size, target_layer_ids (*optional*):
             Of a new drafter, or changes to the shape of `drafter`, see [`reshape_drafter`]. The draft vocabulary is
             the recordings' most frequent tokens.
         lora_rank (`int`, *optional*):
@@ -81,6 +81,9 @@ class DrafterArguments:
     carry_from: str | None = field(default=None, metadata={"help": "What a carried row is made of."})
     num_hidden_layers: int | None = field(default=None, metadata={"help": "Layers of a new drafter."})
     block_size: int | None = field(default=None, metadata={"help": "Proposals per round of a new drafter."})
+    lookup_ngram_size: int | None = field(
+        default=None, metadata={"help": "Longest ending of the text that is looked up in it; 0 for none."}
+    )
     markov_rank: int | None = field(
         default=None, metadata={"help": "Rank of a new drafter's Markov head; 0 is plain DFlash."}
     )

@@ -44,7 +44,7 @@ def tiny_drafter(target, seed: int = 0, std: float = 0.2, **kwargs):
     with torch.no_grad():
         if drafter.head_weight is not None:
             drafter.head_weight.copy_(torch.randn(drafter.head_weight.shape, generator=generator) * std)
-        for vector in (drafter.carry_embedding, drafter.mask_embedding):
+        for vector in (drafter.carry_embedding, drafter.mask_embedding, drafter.lookup_scale):
             if vector is not None:
                 vector.copy_(torch.randn(vector.shape, generator=generator))
     return drafter

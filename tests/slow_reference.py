@@ -142,15 +142,31 @@ class SlowReference:
             rows.append(self.linear(f"{layer}.o_proj", torch.cat(heads)))
         return torch.stack(rows)
 
-    def draft(self, anchor_token, anchor, context, context_positions):
-        """Base logits `(B, draft vocabulary)` of the block at `anchor`, given fused context rows."""
-        config = self.config
+    def look_up(self, text):
+        """The tokens after the last earlier place of the longest suffix of `text`, and the suffix's length."""
+        for size in range(self.config.lookup_ngram_size, 0, -1):
+            for end in range(len(text) - 1, size - 1, -1):
+                if text[end - size : end] == text[len(text) - size :]:
+                    longer = list(text)
+                    while len(longer) < len(text) + self.config.block_size:
+                        longer.append(longer[end + len(longer) - len(text)])
+                    return longer[len(text) :], size
+        return [], 0
+
+    def draft(self, text, context, context_positions):
+        """Base logits `(B, draft vocabulary)` of the block at the end of `text`, given fused context rows."""
+        config, anchor, anchor_token = self.config, len(text) - 1, text[-1]
         if config.mask_token_id is None:
             mask = self.weights["mask_embedding"]
         else:
             mask = self.embedding(config.mask_token_id)
         rows = config.block_size if config.anchor_first else config.block_size + 1
-        states = torch.stack([self.embedding(anchor_token)] + [mask] * (rows - 1))
+        states = [self.embedding(anchor_token)] + [mask] * (rows - 1)
+        looked_up, size = self.look_up(text)
+        for k, token in enumerate(looked_up, start=rows - config.block_size):
+            hint = self.embedding(token) * self.weights["lookup_scale"] + self.weights["lookup_embedding"][size - 1]
+            states[k] = states[k] + hint
+        states = torch.stack(states)
         if "embed_proj.weight" in self.weights:
             states = self.linear("embed_proj", states)
         positions = list(range(anchor, anchor + rows))
@@ -196,7 +212,7 @@ class SlowReference:
 
     @torch.no_grad()
     def first_proposals(self, tokens, anchor):
-        logits = self.draft(tokens[anchor], anchor, self.context(tokens, anchor), list(range(anchor)))
+        logits = self.draft(tokens[: anchor + 1], self.context(tokens, anchor), list(range(anchor)))
         return self.propose(logits, tokens[anchor])
 
     def block(self, tokens, mask, first_anchor):
@@ -224,7 +240,7 @@ class SlowReference:
         if self.first_draft and self.config.carry:
             context += list(self.fuse(carried, carried=True))
             positions += carried_positions
-        logits = self.draft(tokens[anchor], anchor, context, positions)
+        logits = self.draft(tokens[: anchor + 1], context, positions)
         losses = self.losses(tokens, anchor, logits, exists)
         second = self.propose(logits, tokens[anchor])
         judged = sum(exists(anchor + k) for k in range(1, size + 1))

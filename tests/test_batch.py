@@ -86,8 +86,9 @@ def test_rounds_are_those_of_single_runs(carry_from):
         {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6, "block_attention": "causal_sliding"},
         {"block_attention": "causal"},
         {"draft_token_ids": torch.arange(0, 60, 2)},
+        {"lookup_ngram_size": 3},
     ],
-    ids=["anchor_first", "sliding", "causal_sliding", "causal", "reduced"],
+    ids=["anchor_first", "sliding", "causal_sliding", "causal", "reduced", "lookup"],
 )
 def test_rounds_of_every_kind_of_drafter(options):
     target = tiny_llama()

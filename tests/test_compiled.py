@@ -29,6 +29,7 @@ DRAFTERS = {
     "narrow": {"hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
     "soft-cap": {"logit_scale": 0.5, "logit_softcapping": 2.0},
     "one": {"block_size": 1},
+    "lookup": {"lookup_ngram_size": 3, "markov_rank": 4},
 }
 
 
@@ -52,7 +53,7 @@ def count_steps(monkeypatch) -> list[tuple]:
     return steps
 
 
-QUICK = [("markov", False), ("no-carry", False), ("sliding", False), ("markov", True), ("no-carry", True)]
+QUICK = [("markov", False), ("no-carry", False), ("sliding", False), ("markov", True), ("no-carry", True), ("lookup", False)]
 OTHERS = [(name, fixed) for name in DRAFTERS for fixed in (False, True) if (name, fixed) not in QUICK]
 
 

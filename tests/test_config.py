@@ -49,6 +49,7 @@ EVERYTHING = {
     "target_hidden_size": 16,
     "mask_token_id": 3,
     "carry": False,
+    "lookup_ngram_size": 3,
     "markov_rank": 4,
     "draft_vocab_size": 32,
     "draft_sampling": "argmax",

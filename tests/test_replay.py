@@ -45,6 +45,7 @@ def half_right_drafter(target, rows, tmp_path, **config):
         {"carry": True},
         {"carry": True, "markov_rank": 4},
         {"carry": True, "draft_token_ids": torch.arange(0, 64, 2)},
+        {"carry": True, "lookup_ngram_size": 2},
         {"carry": True, "carry_from": "predictions"},
         {"carry": True, "carry_from": "proposals"},
         {"carry": True, "carry_from": "states_and_predictions"},
@@ -71,7 +72,7 @@ def test_greedy_rounds_are_those_of_generate(target, tmp_path, config):
         assert response.accepted[:far] == report.accepted[:far]
         assert response.committed[:far] == report.committed[:far]
         assert response.carried[:far] == report.carried[:far]
-    assert 1.2 < acceptance_length(replayed) < 5, "nothing to compare if all or none are accepted"
+    assert 1.1 < acceptance_length(replayed) < 5, "nothing to compare if all or none are accepted"
 
 
 def test_batch_size_changes_nothing(target, tmp_path):

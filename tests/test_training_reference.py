@@ -21,6 +21,7 @@ NARROW_DRAFTER = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_he
 ANCHOR_FIRST = {"anchor_first": True}
 OWN_HEAD = {"own_head": True}
 SPECULATORS_WINDOW = {**SLIDING_DRAFTER, "block_attention": "causal_sliding", "sliding_window_from": "anchor"}
+LOOKUP = {"lookup_ngram_size": 3}
 CAPPED = {"logit_scale": 0.5, "logit_softcapping": 2.0, "embedding_scale": 1.0}
 HALF_VOCABULARY = {"draft_token_ids": torch.arange(1, 64, 2)}
 
@@ -78,6 +79,8 @@ CASES = [
         "gemma3", {"carry": False, **HALF_VOCABULARY}, {"stage": "baseline", "alpha_tv": 1.0}, id="gemma3-tv"
     ),
     pytest.param("gemma4", {"carry": True}, {}, id="gemma4"),
+    pytest.param("llama", {"carry": True, "markov_rank": 4, **LOOKUP}, {}, id="lookup"),
+    pytest.param("qwen3", {"carry": False, **LOOKUP, **NARROW_DRAFTER, **ANCHOR_FIRST}, {}, id="lookup-anchor-first"),
     pytest.param("gpt_neox", {"carry": True}, {}, id="gpt-neox"),
     pytest.param("lora", {"carry": True}, {}, id="lora"),
 ]

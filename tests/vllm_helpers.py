@@ -13,10 +13,12 @@ import os
 import random
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from conftest import VOCAB, tiny_drafter, tiny_llama
 
+from hf_carryover.lookup import lookup_hints
 from hf_carryover.modeling_carryover import CarryoverCache
 from hf_carryover.target import TargetHead, gather_features
 
@@ -47,6 +49,7 @@ DRAFTERS = {
     "markov-reduced": {"markov_rank": 8, "draft_token_ids": torch.tensor(KEPT_IDS)},
     "markov-whole-vocabulary": {"markov_rank": 4, "draft_token_ids": torch.arange(VOCAB)},
     "dflash-reduced-last-layer": {"draft_token_ids": torch.tensor(KEPT_IDS), "target_layer_ids": [1, 3]},
+    "lookup": {"markov_rank": 8, "lookup_ngram_size": 3, "draft_token_ids": torch.tensor(KEPT_IDS)},
     "markov-narrow": {
         "markov_rank": 4,
         "hidden_size": 32,
@@ -195,7 +198,8 @@ class Reference:
         features = self.features(text[: draft.window_start] + draft.window)
         drafter.commit_window(cache, features, anchor)
         embeds = self.head.embed(torch.tensor([draft.anchor]), drafter.device)
-        hidden = drafter.draft(cache, embeds, self.head.mask_embeds)[0]
+        hints = lookup_hints(self.head, drafter, [np.array([*text[:anchor], draft.anchor])])
+        hidden = drafter.draft(cache, embeds, self.head.mask_embeds, **hints)[0]
         return drafter.logits(hidden, self.head.weight, self.head.bias).float()
 
     def check(self, recorder: "Recorder", texts: dict[str, list[int]], limit: int | None = None) -> list[Draft]:

@@ -197,6 +197,9 @@ def write_drafter(
         notes.append(f"Dropped {name}: the format {to!r} has no carried rows.")
     unnamed = "Train with a mask token."
     require(config.mask_token_id is not None, "a learned mask embedding", "`mask_token_id` None", to, unnamed)
+    lookup = f"`lookup_ngram_size` {config.lookup_ngram_size}"
+    without = "Load the drafter with `lookup_ngram_size=0` to write it without; it proposes less then."
+    require(not config.lookup_ngram_size, "a drafter that looks up n-grams", lookup, to, without)
     widths = f"{config.hidden_size} and {config.target_hidden_size}"
     require(config.hidden_size == config.target_hidden_size, "a width other than the target's", widths, to, "")
     same = origin.get("format") == to

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ..lookup import block_hints
 from ..modeling_carryover import CarryoverDrafter
 from ..target import TargetHead, check_fit
 from ..training.anchors import block_labels, response_runs
@@ -208,6 +209,8 @@ class Replay:
         drafter, head = self.drafter, self.head
         anchors = batch["input_ids"][streams.sequence, streams.anchor]
 
+        hints = block_hints(head, drafter, batch["input_ids"], streams.sequence, streams.anchor)
+
         def draft(carried: dict) -> torch.Tensor:
             return drafter(
                 anchor_embeds=head.embed(anchors, drafter.device),
@@ -215,6 +218,7 @@ class Replay:
                 sequence_index=streams.sequence,
                 mask_embeds=head.mask_embeds,
                 memory=memory,
+                **hints,
                 **carried,
             ).hidden_states
 

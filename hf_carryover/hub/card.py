@@ -165,11 +165,12 @@ def _shape(drafter: CarryoverDrafter) -> str:
     config = drafter.config
     parameters = sum(p.numel() for p in drafter.parameters()) / 1e6
     markov = f", Markov head of rank {config.markov_rank}" if config.markov_rank else ""
+    lookup = f", n-grams of up to {config.lookup_ngram_size} tokens looked up" if config.lookup_ngram_size else ""
     reduced = "" if config.draft_vocab_size is None else f", draft vocabulary of {config.draft_vocab_size} tokens"
     layout = ", anchor-first blocks" if config.anchor_first else ""
     return (
         f"{config.num_hidden_layers} Qwen3-style layers of width {config.hidden_size}, B = {config.block_size} "
-        f"proposals a round{layout}{markov}{reduced}, features from target layers {config.target_layer_ids}; "
+        f"proposals a round{layout}{markov}{lookup}{reduced}, features from target layers {config.target_layer_ids}; "
         f"{parameters:.{0 if parameters >= 100 else 1 if parameters >= 1 else 3}f} M parameters, "
         f"{str(drafter.dtype).removeprefix('torch.')}."
     )

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import Trainer
 
+from ..lookup import block_hints
 from ..modeling_carryover import CarryoverDrafter
 from ..target import TargetHead
 from .anchors import (
@@ -146,7 +147,7 @@ class DraftVerifyDraft(Trainer):
         blocks = Blocks(sequence_index, positions, healthy[sequence_index], carried={})
         anchors = part["input_ids"][sequence_index, positions]
         drafter = self.first_drafter
-        hidden = self._draft(drafter, recorded.features, anchors, blocks).hidden_states
+        hidden = self._draft(drafter, recorded.features, part["input_ids"], blocks).hidden_states
         proposals = self.propose(hidden, anchors, self.args.draft_temperature, part.get("draws"), drafter)
         _, _, tokens, exist = self._label_weights(part, sequence_index, positions)
         accepted = accepted_prefix(proposals, tokens, exist)
@@ -199,8 +200,14 @@ class DraftVerifyDraft(Trainer):
                 blocks.carried["carried_embeds"] = self.head.embed(tokens, device)
         return blocks
 
-    def _draft(self, model, features, anchors, blocks: Blocks, previous=None, row_loss=None):
-        """Draft blocks; their losses too where `row_loss` is given, see [`CarryoverDrafter.forward`]."""
+    def _draft(self, model, features, input_ids, blocks: Blocks, previous=None, row_loss=None):
+        """
+        Draft blocks of recorded `input_ids`; their losses too where `row_loss` is given, see
+        [`CarryoverDrafter.forward`].
+        """
+        anchors = input_ids[blocks.sequence_index, blocks.positions]
+        drafter = model if isinstance(model, CarryoverDrafter) else self.drafter  # else it is wrapped
+        hints = block_hints(self.head, drafter, input_ids, blocks.sequence_index, blocks.positions)
         head = {} if row_loss is None else {"head_weight": self.head.weight, "head_bias": self.head.bias}
         embeds = self.head.embed(anchors, features.device).detach()
         return model(
@@ -213,6 +220,7 @@ class DraftVerifyDraft(Trainer):
             previous_ids=previous,
             row_loss=row_loss,
             max_logits=self.args.max_logits,
+            **hints,
             **head,
             **blocks.carried,
         )
@@ -221,7 +229,7 @@ class DraftVerifyDraft(Trainer):
     def _shift(self, batch: dict, recorded: RecordedPass, blocks: Blocks, draws: torch.Tensor | None) -> Blocks:
         """Steps 1 to 3: first draft, verification, and the shifted anchors with their carried rows."""
         anchors = batch["input_ids"][blocks.sequence_index, blocks.positions]
-        hidden = self._draft(self.drafter, recorded.features, anchors, blocks).hidden_states
+        hidden = self._draft(self.drafter, recorded.features, batch["input_ids"], blocks).hidden_states
         proposals = self.propose(hidden, anchors, self.args.draft_temperature, draws)
         _, _, tokens, exist = self._label_weights(batch, blocks.sequence_index, blocks.positions)
         accepted = accepted_prefix(proposals, tokens, exist)

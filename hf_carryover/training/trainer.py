@@ -450,7 +450,7 @@ class CarryoverTrainer(DraftVerifyDraft):
             wanted, weight = labels.flatten()[rows].unsqueeze(1), weights.flatten()[rows].unsqueeze(1)
             return block_loss(logits.unsqueeze(1), wanted, weight, probs, *alphas).squeeze(1)
 
-        outputs = self._draft(model, recorded.features, anchors, blocks, previous, row_loss)
+        outputs = self._draft(model, recorded.features, batch["input_ids"], blocks, previous, row_loss)
         losses = outputs.losses
         if self.drafter.training:
             self._count(losses, weights, blocks)

@@ -64,6 +64,9 @@ class CarryoverForVLLM(DFlashQwen3ForCausalLM):
         self.block_rows = config.block_size + 1
         self.carry_embedding = _frozen(d, dtype=dtype) if config.carry else None
         self.mask_token_embedding = _frozen(d_target, dtype=dtype) if config.mask_token_id is None else None
+        looked_up = config.lookup_ngram_size
+        self.lookup_scale = _frozen(d_target, dtype=dtype) if looked_up else None
+        self.lookup_embedding = _frozen(looked_up, d_target, dtype=dtype) if looked_up else None
         self.embed_proj = _frozen(d, d_target, dtype=dtype) if d != d_target else None
         self.head_proj = _frozen(d_target, d, dtype=dtype) if d != d_target else None
         self.markov_w1 = self.markov_w2 = None
@@ -97,6 +100,8 @@ class CarryoverForVLLM(DFlashQwen3ForCausalLM):
         own = {
             "carry_embedding": self.carry_embedding,
             "mask_embedding": self.mask_token_embedding,
+            "lookup_scale": self.lookup_scale,
+            "lookup_embedding": self.lookup_embedding,
             "embed_proj.weight": self.embed_proj,
             "head_proj.weight": self.head_proj,
             "markov_head.markov_w1.weight": self.markov_w1,
@@ -185,8 +190,11 @@ class CarryoverForVLLM(DFlashQwen3ForCausalLM):
             return states
         return states + carried.unsqueeze(-1).to(states.dtype) * self.carry_embedding
 
-    def block_embeds(self, anchors: torch.Tensor) -> torch.Tensor:
-        """Block inputs `(requests, block_rows, hidden_size)`: the anchor's embedding, then mask rows."""
+    def block_embeds(self, anchors: torch.Tensor, looked_up=None) -> torch.Tensor:
+        """
+        Block inputs `(requests, block_rows, hidden_size)`: the anchor's embedding, then mask rows, with what was
+        `looked_up`, tokens `(requests, block_size)` and sizes `(requests,)`, on top.
+        """
         embed = self._target[0].embed_input_ids
         first = embed(anchors)
         if self.mask_token_embedding is not None:
@@ -195,6 +203,11 @@ class CarryoverForVLLM(DFlashQwen3ForCausalLM):
             mask = embed(anchors.new_full((1,), self.config.mask_token_id))[0]
         block = mask.expand(first.shape[0], self.block_rows, -1).clone()
         block[:, 0] = first
+        if looked_up is not None:
+            tokens, sizes = looked_up
+            hints = embed(tokens.flatten()).view(*tokens.shape, -1) * self.lookup_scale
+            hints = hints + self.lookup_embedding[(sizes - 1).clamp(min=0)].unsqueeze(1)
+            block[:, 1:] += torch.where((sizes > 0)[:, None, None], hints, 0.0)
         return block if self.embed_proj is None else nn.functional.linear(block, self.embed_proj)
 
     def embed_rows(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from vllm.v1.spec_decode.dflash import DFlashProposer
 
 from .layout import BlockLayout, block_layout
 from .sampling import draw_blocks
+from .texts import Texts
 
 
 _ALIVE: WeakSet[CarryoverProposer] = WeakSet()
@@ -53,6 +54,9 @@ class CarryoverProposer(DFlashProposer):
         self.block_rows = config.block_size + 1
         _ALIVE.add(self)
         self.carry = bool(config.carry)
+        self.texts = None
+        if config.lookup_ngram_size:
+            self.texts = Texts(self.limit, config.lookup_ngram_size, config.block_size)
         self.count_carried = False
         self.carried_rows = 0
         # The whole block runs whatever part of it is asked for, as in training.
@@ -110,7 +114,13 @@ class CarryoverProposer(DFlashProposer):
         self._window_positions, self._window_slots = target_positions, layout.window_slots
         rows = requests * self.block_rows
         self.positions[:rows] = layout.positions.flatten().clamp(max=self.limit - 1)
-        self._block_embeds[:rows] = self.model.block_embeds(next_token_ids).flatten(0, 1)
+        looked_up = None
+        if self.texts is not None:
+            batch, starts = self.runner.input_batch, cad.query_start_loc[: requests + 1]
+            window = (target_token_ids, target_positions, starts, num_rejected_tokens_gpu, next_token_ids)
+            found = self.texts.look_up(batch.req_ids[:requests], batch.token_ids_cpu, *window)
+            looked_up = tuple(part.to(self.device) for part in found)
+        self._block_embeds[:rows] = self.model.block_embeds(next_token_ids, looked_up).flatten(0, 1)
         wanted = torch.arange(1, self.num_speculative_tokens + 1, device=self.device)
         starts = torch.arange(0, rows, self.block_rows, device=self.device)
         return rows, (starts.unsqueeze(1) + wanted).flatten(), self._block_metadata(cad, layout, requests)

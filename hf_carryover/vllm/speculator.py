@@ -35,7 +35,7 @@ class CarryoverSpeculator(DFlashSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         config = vllm_config.speculative_config.draft_model_config.hf_config
-        self._refuse_unsupported(vllm_config, config.block_size)
+        self._refuse_unsupported(vllm_config, config)
         super().__init__(vllm_config, device)
         self.carry = bool(config.carry)
         self.markov = bool(config.markov_rank)
@@ -45,18 +45,23 @@ class CarryoverSpeculator(DFlashSpeculator):
         self.input_buffers.carryover_speculator = self
 
     @staticmethod
-    def _refuse_unsupported(vllm_config: VllmConfig, block_size: int) -> None:
+    def _refuse_unsupported(vllm_config: VllmConfig, config) -> None:
         speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-        if speculative.num_speculative_tokens != block_size:
+        if speculative.num_speculative_tokens != config.block_size:
             raise ValueError(
                 f"In vLLM's V2 model runner `num_speculative_tokens` must be the drafter's `block_size`, "
-                f"{block_size}, got {speculative.num_speculative_tokens}. Set VLLM_USE_V2_MODEL_RUNNER=0 for fewer."
+                f"{config.block_size}, got {speculative.num_speculative_tokens}. Set VLLM_USE_V2_MODEL_RUNNER=0 for fewer."
             )
         for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
             if getattr(parallel, name, 1) > 1:
                 raise ValueError(
                     f"`{name}` is {getattr(parallel, name)}; a Carryover drafter works with tensor parallelism only."
                 )
+        if config.lookup_ngram_size:
+            raise ValueError(
+                f"`lookup_ngram_size` is {config.lookup_ngram_size}; in vLLM's V2 model runner only 0 is supported. Set "
+                "VLLM_USE_V2_MODEL_RUNNER=0."
+            )
         if speculative.enable_adaptive_verification:
             raise ValueError("`enable_adaptive_verification` is not supported with a Carryover drafter.")
 
