@@ -249,7 +249,9 @@ class CompiledDraft:
             and head.weight.device == drafter.device
         )
 
-    def __call__(self, drafter: CarryoverDrafter, head: TargetHead, cache: CarryoverCache, anchor_id, limit, draw, hints):
+    def __call__(
+        self, drafter: CarryoverDrafter, head: TargetHead, cache: CarryoverCache, anchor_id, limit, draw, hints
+    ):
         """
         Draft behind a window that [`~CarryoverDrafter.commit_window`] left unfused.
 

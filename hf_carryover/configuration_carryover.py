@@ -102,8 +102,8 @@ class CarryoverConfig(PreTrainedConfig):
             likeliest next token there; `"proposals"`, the rejected token itself; `"states_and_predictions"`, both of
             the target's. Tokens enter through the target's embedding and one linear map.
         lookup_ngram_size (`int`, *optional*, defaults to 0):
-            Longest ending of the text, in tokens, whose last earlier occurrence is looked up; the tokens behind it come
-            into the block as embeddings, see [`~hf_carryover.lookup.look_up`]. 0 looks nothing up.
+            Longest ending of the text, in tokens, whose last earlier occurrence is looked up; the tokens behind it
+            come into the block as embeddings, see [`~hf_carryover.lookup.look_up`]. 0 looks nothing up.
         markov_rank (`int`, *optional*, defaults to 0):
             Rank `r` of the Markov head, `logits_k += W2 · W1[y_{k-1}]`. 0 samples every position independently.
         draft_vocab_size (`int`, *optional*):

@@ -538,7 +538,8 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
                 "files are damaged or not a drafter's, or an argument is not one of `from_pretrained`."
             ) from error
         fresh: set[str] = set()
-        if set(info["missing_keys"]) & (_CARRY_TENSORS | _LOOKUP_TENSORS) and pretrained_model_name_or_path is not None:
+        added = _CARRY_TENSORS | _LOOKUP_TENSORS
+        if set(info["missing_keys"]) & added and pretrained_model_name_or_path is not None:
             stored, _ = cls.config_class.get_config_dict(pretrained_model_name_or_path, **hub)
             fresh |= _CARRY_TENSORS if stored.get("carry") is False else set()
             fresh |= set() if stored.get("lookup_ngram_size") else _LOOKUP_TENSORS

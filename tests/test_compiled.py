@@ -53,7 +53,10 @@ def count_steps(monkeypatch) -> list[tuple]:
     return steps
 
 
-QUICK = [("markov", False), ("no-carry", False), ("sliding", False), ("markov", True), ("no-carry", True), ("lookup", False)]
+QUICK = [(name, False) for name in ("markov", "no-carry", "sliding", "lookup")] + [
+    ("markov", True),
+    ("no-carry", True),
+]
 OTHERS = [(name, fixed) for name in DRAFTERS for fixed in (False, True) if (name, fixed) not in QUICK]
 
 

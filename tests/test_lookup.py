@@ -1,4 +1,4 @@
-"""What stands in the text already: found where it should be, put where it belongs, and without effect on the output."""
+"""What stands in the text already: found where it should be, put where it belongs, without effect on the output."""
 
 import numpy as np
 import pytest
@@ -75,7 +75,7 @@ def test_a_fresh_one_passes_the_embedding_on():
 
 def test_a_draft_without_what_it_needs_is_refused():
     drafter = tiny_drafter(tiny_llama(), lookup_ngram_size=2)
-    with pytest.raises(ValueError, match="`lookup_embeds` and `lookup_sizes` are required: .* up to 2 tokens"):
+    with pytest.raises(ValueError, match=r"`lookup_embeds` and `lookup_sizes` are required: .* up to 2 tokens"):
         drafter.block_states(torch.zeros(1, 32), None)
 
 
@@ -169,7 +169,7 @@ def test_checkpoints(tmp_path):
     reshaped = reshape_drafter(drafter, lookup_ngram_size=4)
     assert torch.equal(reshaped.lookup_embedding[:3], drafter.lookup_embedding)
     assert torch.equal(reshaped.lookup_embedding[3], torch.zeros(32))
-    with pytest.raises(ValueError, match="1 tensors in it have another shape.*lookup_embedding"):
+    with pytest.raises(ValueError, match=r"1 tensors in it have another shape.*lookup_embedding"):
         CarryoverDrafter.from_pretrained(tmp_path / "with", lookup_ngram_size=2)
 
 

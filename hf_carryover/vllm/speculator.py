@@ -50,7 +50,8 @@ class CarryoverSpeculator(DFlashSpeculator):
         if speculative.num_speculative_tokens != config.block_size:
             raise ValueError(
                 f"In vLLM's V2 model runner `num_speculative_tokens` must be the drafter's `block_size`, "
-                f"{config.block_size}, got {speculative.num_speculative_tokens}. Set VLLM_USE_V2_MODEL_RUNNER=0 for fewer."
+                f"{config.block_size}, got {speculative.num_speculative_tokens}. Set VLLM_USE_V2_MODEL_RUNNER=0 for "
+                "fewer."
             )
         for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
             if getattr(parallel, name, 1) > 1:
@@ -59,8 +60,8 @@ class CarryoverSpeculator(DFlashSpeculator):
                 )
         if config.lookup_ngram_size:
             raise ValueError(
-                f"`lookup_ngram_size` is {config.lookup_ngram_size}; in vLLM's V2 model runner only 0 is supported. Set "
-                "VLLM_USE_V2_MODEL_RUNNER=0."
+                f"`lookup_ngram_size` is {config.lookup_ngram_size}; in vLLM's V2 model runner only 0 is supported. "
+                "Set VLLM_USE_V2_MODEL_RUNNER=0."
             )
         if speculative.enable_adaptive_verification:
             raise ValueError("`enable_adaptive_verification` is not supported with a Carryover drafter.")
