@@ -111,7 +111,7 @@ class BatchCache:
             `torch.Tensor` of shape `(batch_size, block_size, target_hidden_size)`: states of the predicting rows.
         """
         drafter = self.drafter
-        block = drafter.block_states(anchor_embeds, mask_embeds, **hints)
+        block = drafter.block_states(anchor_embeds, mask_embeds, hints)
         offsets = torch.arange(block.shape[1], device=block.device)
         length = self.committed + self.carried
         positions, slots = self.committed.unsqueeze(1) + offsets, length.unsqueeze(1) + offsets
@@ -128,7 +128,7 @@ class BatchCache:
             self._slots, rope_positions = slots, positions
         self._rope = drafter.rotary_emb(block, rope_positions)
         rope = tuple(part[:, -block.shape[1] :] for part in self._rope)
-        hidden = drafter.run_layers(block, rope, self, self._masks(length, positions, block.dtype))
+        hidden = drafter.run_layers(block, rope, self, self._masks(length, positions, block.dtype), hints)
         self._window = None
         return hidden
 

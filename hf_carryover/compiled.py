@@ -124,7 +124,7 @@ class DraftStep(nn.Module):
         start, committed, existing, first_position = places.unbind()
         window = torch.arange(features.shape[1], device=features.device)
         states = drafter.fuse(features, (window >= committed).unsqueeze(0))
-        block = drafter.block_states(anchor_embeds, mask_embeds, **hints)
+        block = drafter.block_states(anchor_embeds, mask_embeds, hints)
         rows = torch.arange(block.shape[1], device=features.device)
         block_start = start + features.shape[1]
         slots = torch.cat([start + window, block_start + rows])
@@ -143,7 +143,7 @@ class DraftStep(nn.Module):
         masks = drafter.additive_masks(visible, queries, key_positions.unsqueeze(0), block.dtype, in_block)
 
         memory = _StepMemory(states, rope, slots, keys, values)
-        hidden = drafter.run_layers(block, block_rope, memory, masks)[0, :limit]
+        hidden = drafter.run_layers(block, block_rope, memory, masks, hints)[0, :limit]
         weight, bias, token_ids = head
         base = drafter.logits(hidden, weight, bias).float()
         return base, None if anchor_id is None else argmax_proposals(drafter, base[None], anchor_id, token_ids)[0]

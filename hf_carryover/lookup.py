@@ -53,16 +53,16 @@ def look_up(text: np.ndarray, ngram_size: int, count: int) -> tuple[np.ndarray |
 
 def lookup_hints(head: TargetHead, drafter: CarryoverDrafter, texts: Iterable[np.ndarray]) -> dict:
     """
-    What [`CarryoverDrafter.block_states`] takes of texts, one for each block.
+    What [`CarryoverDrafter.block_states`] and [`CarryoverDrafter.point`] take of texts, one for each block.
 
     Args:
-        head ([`~hf_carryover.target.TargetHead`]): For the embeddings.
+        head ([`~hf_carryover.target.TargetHead`]): For embeddings and rows of the head.
         drafter ([`CarryoverDrafter`]): The drafter.
         texts (`Iterable[np.ndarray]`): Committed tokens of each block, the anchor last.
 
     Returns:
-        `dict`: `lookup_embeds` of shape `(num_blocks, block_size, target_hidden_size)` and `lookup_sizes` of shape
-        `(num_blocks,)`; empty for a drafter that looks nothing up.
+        `dict`: `lookup_embeds` and `lookup_rows` of shape `(num_blocks, block_size, target_hidden_size)` and
+        `lookup_sizes` of shape `(num_blocks,)`; empty for a drafter that looks nothing up.
     """
     config, device = drafter.config, drafter.device
     if not config.lookup_ngram_size:
@@ -70,8 +70,11 @@ def lookup_hints(head: TargetHead, drafter: CarryoverDrafter, texts: Iterable[np
     found = [look_up(text, config.lookup_ngram_size, config.block_size) for text in texts]
     nothing = np.zeros(config.block_size, dtype=np.int64)
     tokens = torch.from_numpy(np.stack([nothing if ids is None else ids for ids, _ in found]))
-    sizes = torch.tensor([size for _, size in found], device=device)
-    return {"lookup_embeds": head.embed(tokens, device).detach(), "lookup_sizes": sizes}
+    return {
+        "lookup_embeds": head.embed(tokens, device).detach(),
+        "lookup_rows": head.rows(tokens, device),
+        "lookup_sizes": torch.tensor([size for _, size in found], device=device),
+    }
 
 
 def block_hints(head: TargetHead, drafter: CarryoverDrafter, input_ids, sequence_index, anchor_positions) -> dict:

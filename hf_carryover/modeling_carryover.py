@@ -357,6 +357,7 @@ class CarryoverPreTrainedModel(PreTrainedModel):
             if module.lookup_embedding is not None:
                 init.ones_(module.lookup_scale)
                 init.zeros_(module.lookup_embedding)
+                init.zeros_(module.lookup_gate)
             if module.mask_embedding is not None:
                 init.normal_(module.mask_embedding, mean=0.0, std=self.config.initializer_range)
             if module.head_weight is not None:
@@ -372,7 +373,7 @@ _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision",
 # What a drafter with carry has beyond one without.
 _CARRY_TENSORS = {"carry_embedding", "carry_proj.weight"}
 # And one that looks up, beyond one that does not.
-_LOOKUP_TENSORS = {"lookup_embedding", "lookup_scale"}
+_LOOKUP_TENSORS = {"lookup_embedding", "lookup_gate", "lookup_scale"}
 
 
 # What reading a damaged file raises; each message is passed on. Others are ours, or the file system's.
@@ -486,6 +487,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         looked_up = config.lookup_ngram_size
         self.lookup_scale = nn.Parameter(torch.ones(d_target)) if looked_up else None
         self.lookup_embedding = nn.Parameter(torch.zeros(looked_up, d_target)) if looked_up else None
+        self.lookup_gate = nn.Parameter(torch.zeros(looked_up, d_target)) if looked_up else None
         head = torch.zeros(config.output_vocab_size, d_target) if config.own_head else None
         self.register_buffer("head_weight", head)  # frozen: neither an optimizer nor PEFT sees a buffer
         reduced = config.draft_vocab_size is not None
@@ -712,21 +714,19 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         return self.hidden_norm(fused)
 
     def block_states(
-        self,
-        anchor_embeds: torch.Tensor,
-        mask_embeds: torch.Tensor | None,
-        lookup_embeds: torch.Tensor | None = None,
-        lookup_sizes: torch.LongTensor | None = None,
+        self, anchor_embeds: torch.Tensor, mask_embeds: torch.Tensor | None, hints: dict | None = None
     ) -> torch.Tensor:
         """
         Block input `[emb(x_a), mask, …, mask]`, `(num_blocks, rows, hidden)`, from anchors `(num_blocks, d_t)`. With
         `config.lookup_ngram_size` the row that predicts `a + k` gets `s ⊙ emb(c_k) + v_n` on top, `c_1 … c_B` being
         the tokens that were looked up and `n` the length of the suffix that was found; nothing where `n` is 0.
+        [`CarryoverDrafter.point`] is what becomes of them behind the layers.
 
         Args:
-            lookup_embeds (`torch.Tensor` of shape `(num_blocks, block_size, target_hidden_size)`, *optional*):
-                Target embeddings of `c_1 … c_B`.
-            lookup_sizes (`torch.LongTensor` of shape `(num_blocks,)`, *optional*): `n`.
+            anchor_embeds (`torch.Tensor` of shape `(num_blocks, target_hidden_size)`): Of the anchors.
+            mask_embeds (`torch.Tensor` of shape `(target_hidden_size,)`, *optional*): Of the mask token.
+            hints (`dict`, *optional*): Of [`~hf_carryover.lookup.lookup_hints`]: `lookup_embeds`, target embeddings of
+                `c_1 … c_B` `(num_blocks, block_size, target_hidden_size)`, and `lookup_sizes`, `n` `(num_blocks,)`.
         """
         mask = self.mask_embedding if self.mask_embedding is not None else mask_embeds
         if mask is None:
@@ -737,15 +737,16 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         masks = mask.to(anchor_embeds.dtype).expand(anchor_embeds.shape[0], self.config.block_rows - 1, -1)
         block = torch.cat([anchor_embeds.unsqueeze(1), masks], dim=1).to(self.fc.weight.dtype)
         if self.lookup_embedding is not None:
-            if lookup_embeds is None or lookup_sizes is None:
+            if not hints:
                 raise ValueError(
-                    "`lookup_embeds` and `lookup_sizes` are required: the drafter looks up n-grams of up to "
-                    f"{self.config.lookup_ngram_size} tokens. See `hf_carryover.lookup.lookup_hints`."
+                    "`lookup_embeds`, `lookup_rows` and `lookup_sizes` are required: the drafter looks up n-grams of "
+                    f"up to {self.config.lookup_ngram_size} tokens. See `hf_carryover.lookup.lookup_hints`."
                 )
-            found = self.lookup_embedding[(lookup_sizes - 1).clamp(min=0)].unsqueeze(1)
-            hints = lookup_embeds.to(block.dtype) * self.lookup_scale + found
-            hints = torch.where((lookup_sizes > 0)[:, None, None], hints, 0.0)
-            block = block + nn.functional.pad(hints, (0, 0, block.shape[1] - hints.shape[1], 0))
+            embeds, sizes = hints["lookup_embeds"], hints["lookup_sizes"]
+            found = self.lookup_embedding[(sizes - 1).clamp(min=0)].unsqueeze(1)
+            added = embeds.to(block.dtype) * self.lookup_scale + found
+            added = torch.where((sizes > 0)[:, None, None], added, 0.0)
+            block = block + nn.functional.pad(added, (0, 0, block.shape[1] - added.shape[1], 0))
         return block if self.embed_proj is None else self.embed_proj(block)
 
     def remember(self, features: torch.Tensor, keep: bool = True) -> ParallelMemory:
@@ -757,15 +758,44 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         positions = torch.arange(features.shape[1], device=context.device).unsqueeze(0)
         return ParallelMemory(context, self.rotary_emb(context, positions), None, keep=keep)
 
-    def run_layers(self, hidden_states: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], memory, masks: dict):
+    def run_layers(
+        self,
+        hidden_states: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        memory,
+        masks: dict,
+        hints: dict | None = None,
+    ):
         """
         All layers, the final norm and `head_proj`, over a block, `rope` being the cosine and sine of its positions;
-        returns the rows that predict, `(num_blocks, B, d_t)`: the masks, or with `anchor_first` all.
+        returns the rows that predict, `(num_blocks, B, d_t)`: the masks, or with `anchor_first` all. `hints` are those
+        of [`~hf_carryover.lookup.lookup_hints`].
         """
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
             hidden_states = layer(hidden_states, rope, memory, masks[layer_type])
         hidden_states = self.norm(hidden_states[:, -self.config.block_size :])
-        return hidden_states if self.head_proj is None else self.head_proj(hidden_states)
+        hidden_states = hidden_states if self.head_proj is None else self.head_proj(hidden_states)
+        if self.lookup_gate is None:
+            return hidden_states
+        return self.point(hidden_states, hints["lookup_rows"], hints["lookup_sizes"])
+
+    def point(
+        self, hidden_states: torch.Tensor, lookup_rows: torch.Tensor, lookup_sizes: torch.LongTensor
+    ) -> torch.Tensor:
+        """
+        Point at what was looked up: `x_k + <g_n, x_k> w(c_k) / |w(c_k)|²`, `w(c)` being the head's row of token `c`.
+        The logit of `c_k` changes by `<g_n, x_k>`, those of other tokens by as much as their rows are alike. How much
+        depends on the state, and so on the text, and on the length of the suffix; nothing changes where `n` is 0.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(num_blocks, block_size, target_hidden_size)`): `x_1 … x_B`.
+            lookup_rows (`torch.Tensor` of shape `(num_blocks, block_size, target_hidden_size)`): `w(c) / |w(c)|²`.
+            lookup_sizes (`torch.LongTensor` of shape `(num_blocks,)`): `n`.
+        """
+        gate = self.lookup_gate[(lookup_sizes - 1).clamp(min=0)].to(hidden_states.dtype)
+        trust = (hidden_states * gate.unsqueeze(1)).sum(dim=-1, keepdim=True)
+        trust = torch.where((lookup_sizes > 0)[:, None, None], trust, 0.0)
+        return hidden_states + trust * lookup_rows.to(hidden_states.dtype)
 
     def additive_masks(self, visible, query_positions, key_positions, dtype, in_block=None):
         """
@@ -814,6 +844,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         carried_embeds: torch.Tensor | None = None,
         mask_embeds: torch.Tensor | None = None,
         lookup_embeds: torch.Tensor | None = None,
+        lookup_rows: torch.Tensor | None = None,
         lookup_sizes: torch.LongTensor | None = None,
         previous_ids: torch.LongTensor | None = None,
         head_weight: torch.Tensor | None = None,
@@ -844,8 +875,9 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
                 Target embeddings of the tokens in them; needed when `config.carry_from` is not `"states"`.
             mask_embeds (`torch.Tensor` of shape `(target_hidden_size,)`, *optional*):
                 Target embedding of `config.mask_token_id`.
-            lookup_embeds, lookup_sizes (*optional*):
-                See [`CarryoverDrafter.block_states`]; needed with `config.lookup_ngram_size`.
+            lookup_embeds, lookup_rows, lookup_sizes (*optional*):
+                See [`CarryoverDrafter.block_states`] and [`CarryoverDrafter.point`]; needed with
+                `config.lookup_ngram_size`.
             previous_ids (`torch.LongTensor` of shape `(num_blocks, block_size)`, *optional*):
                 Tokens before each predicted position, `x_a … x_{a+B-1}`; needed for logits with a Markov head.
             head_weight (`torch.Tensor` of shape `(output_vocab_size, target_hidden_size)`, *optional*):
@@ -867,7 +899,9 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
                 "A Carryover drafter drafts from target features, not from token ids. Use `import hf_carryover` and "
                 "`model.generate(..., assistant_model=drafter)`, or `CarryoverTrainer` to train it."
             )
-        block = self.block_states(anchor_embeds, mask_embeds, lookup_embeds, lookup_sizes)
+        hints = {"lookup_embeds": lookup_embeds, "lookup_rows": lookup_rows, "lookup_sizes": lookup_sizes}
+        hints = hints if lookup_rows is not None else {}
+        block = self.block_states(anchor_embeds, mask_embeds, hints)
         offsets = torch.arange(block.shape[1], device=block.device)
         query_positions = anchor_positions.unsqueeze(1) + offsets
         if memory is None:
@@ -886,7 +920,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         masks = self.additive_masks(
             torch.cat(visible, dim=1).unsqueeze(1), query_positions, torch.cat(key_positions, dim=1), block.dtype
         )
-        hidden = self.run_layers(block, self.rotary_emb(block, query_positions), memory, masks)
+        hidden = self.run_layers(block, self.rotary_emb(block, query_positions), memory, masks, hints)
         if head_weight is None:
             return CarryoverDrafterOutput(hidden_states=hidden)
         if row_loss is not None:
@@ -984,17 +1018,16 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         cache: CarryoverCache,
         anchor_embeds: torch.Tensor,
         mask_embeds: torch.Tensor | None,
-        lookup_embeds: torch.Tensor | None = None,
-        lookup_sizes: torch.LongTensor | None = None,
+        **hints,
     ):
         """
         Step 1 of a round: final states of the predicting rows `(1, block_size, target_hidden_size)`, given the target
-        embedding of the anchor `(1, target_hidden_size)`, which sits right behind the committed rows, and the other
-        arguments of [`CarryoverDrafter.block_states`].
+        embedding of the anchor `(1, target_hidden_size)`, which sits right behind the committed rows, and the
+        `hints` of [`~hf_carryover.lookup.lookup_hints`].
         """
         if cache.unfused is not None:
             self._fuse_window(cache)
-        block = self.block_states(anchor_embeds, mask_embeds, lookup_embeds, lookup_sizes)
+        block = self.block_states(anchor_embeds, mask_embeds, hints)
         rows = block.shape[1]
         start = cache.first_position + cache.committed
         positions = torch.arange(start, start + rows, device=block.device).unsqueeze(0)
@@ -1003,12 +1036,12 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
             stored = torch.arange(cache.length, device=block.device).unsqueeze(0) + cache.first_position
             masks = self.additive_masks(None, positions, torch.cat([stored, positions], dim=1), block.dtype)
         if cache.window is None:
-            return self.run_layers(block, self.rotary_emb(block, positions), cache, masks)
+            return self.run_layers(block, self.rotary_emb(block, positions), cache, masks, hints)
         first = cache.first_position + cache.window_start
         window = torch.arange(first, first + cache.window.shape[1], device=block.device).unsqueeze(0)
         cache.window_rope = self.rotary_emb(block, torch.cat([window, positions], dim=1))
         rope = tuple(part[:, -rows:] for part in cache.window_rope)
-        hidden = self.run_layers(block, rope, cache, masks)
+        hidden = self.run_layers(block, rope, cache, masks, hints)
         cache.window = cache.window_rope = None
         return hidden
 

@@ -71,8 +71,9 @@ def reshape_drafter(
         value.copy_(old[name])
     _copy_fusion(drafter, new)
     if drafter.lookup_embedding is not None and new.lookup_embedding is not None:
-        both = min(len(drafter.lookup_embedding), len(new.lookup_embedding))
+        both = min(drafter.config.lookup_ngram_size, new.config.lookup_ngram_size)
         new.lookup_embedding[:both] = drafter.lookup_embedding[:both]
+        new.lookup_gate[:both] = drafter.lookup_gate[:both]
     if new.d2t is not None and draft_token_ids is None:
         new.d2t.copy_(drafter.d2t)
         new.t2d.copy_(drafter.t2d)

@@ -233,6 +233,22 @@ class TargetHead:
             return self.embed_tokens(token_ids).to(device)
         return (nn.functional.embedding(token_ids, weight) * self.scale).to(device)
 
+    @torch.no_grad()
+    def rows(self, token_ids: torch.LongTensor, device) -> torch.Tensor:
+        """
+        `w / |w|²` for the head's rows `w` of `token_ids` `(...)`, of shape `(..., target_hidden_size)`, on `device`;
+        0 for tokens that are not drafted.
+        """
+        slots = token_ids.to(self.weight.device)
+        if self.token_ids is None:
+            rows = self.weight[slots]
+        else:
+            wanted = slots
+            slots = torch.searchsorted(self.token_ids, wanted).clamp(max=len(self.token_ids) - 1)
+            rows = self.weight[slots] * (self.token_ids[slots] == wanted).unsqueeze(-1)
+        rows = rows.float()
+        return (rows / rows.square().sum(dim=-1, keepdim=True).clamp(min=1e-12)).to(self.weight.dtype).to(device)
+
 
 def drafter_from_target(
     target: nn.Module,

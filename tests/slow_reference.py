@@ -182,10 +182,16 @@ class SlowReference:
             states = states[1:]
         if "head_proj.weight" in self.weights:
             states = self.linear("head_proj", states)
-        if self.own_head is not None:
-            logits = states @ self.own_head.T
-        else:
-            logits = states @ self.head.weight.detach()[self.vocabulary].T
+        head = self.own_head if self.own_head is not None else self.head.weight.detach()[self.vocabulary]
+        pointed = []
+        for state, token in zip(states, looked_up or [None] * len(states), strict=True):
+            if token in self.vocabulary:
+                row = head[self.vocabulary.index(token)]
+                state = state + (self.weights["lookup_gate"][size - 1] @ state) * row / (row @ row)
+            pointed.append(state)
+        states = torch.stack(pointed)
+        logits = states @ head.T
+        if self.own_head is None:
             logits = logits if self.head.bias is None else logits + self.head.bias.detach()[self.vocabulary]
         logits = logits * config.logit_scale
         if config.logit_softcapping is not None:

@@ -58,7 +58,7 @@ def test_where_it_goes(anchor_first):
     """`s ⊙ emb(c_k) + v_n` on the row that predicts position `a + k`, exactly; nothing where nothing was found."""
     drafter = tiny_drafter(tiny_llama(), block_size=3, lookup_ngram_size=2, anchor_first=anchor_first)
     anchors, embeds = torch.randn(2, 32), torch.randn(2, 3, 32)
-    block = drafter.block_states(anchors, None, embeds, torch.tensor([2, 0]))
+    block = drafter.block_states(anchors, None, {"lookup_embeds": embeds, "lookup_sizes": torch.tensor([2, 0])})
     first = 0 if anchor_first else 1
     expected = torch.stack([anchors, *[drafter.mask_embedding.expand(2, -1)] * (2 + first)], dim=1)
     hint = embeds[0] * drafter.lookup_scale + drafter.lookup_embedding[1]
@@ -66,16 +66,38 @@ def test_where_it_goes(anchor_first):
     assert torch.equal(block, expected)
 
 
+def test_what_is_pointed_at():
+    """`x_k + <g_n, x_k> w / |w|²`: the logit of what was looked up changes by `<g_n, x_k>`, exactly."""
+    target = tiny_llama()
+    kept = torch.tensor([3, 5, 9, 40])
+    drafter = tiny_drafter(target, block_size=3, lookup_ngram_size=2, draft_token_ids=kept)
+    head = TargetHead(target, drafter)
+    tokens = torch.tensor([[5, 40, 6], [3, 3, 3]])  # 6 is not drafted
+    states, rows = torch.randn(2, 3, 32), head.rows(tokens, "cpu")
+    weight = target.lm_head.weight.detach()
+    torch.testing.assert_close(rows[0, 1], weight[40] / weight[40].square().sum())
+    assert not rows[0, 2].any()
+    pointed = drafter.point(states, rows, torch.tensor([2, 0]))
+    assert torch.equal(pointed[1], states[1])
+    assert torch.equal(pointed[0, 2], states[0, 2])
+    before, after = (x[0] @ weight[kept].T for x in (states, pointed))
+    for k, slot in enumerate([1, 3]):
+        torch.testing.assert_close((after - before)[k, slot], states[0, k] @ drafter.lookup_gate[1])
+
+
 def test_a_fresh_one_passes_the_embedding_on():
     config = {"vocab_size": 64, "hidden_size": 32, "num_target_layers": 4, "head_dim": 8, "num_hidden_layers": 1}
     drafter = CarryoverDrafter(CarryoverConfig(**config, lookup_ngram_size=3))
     assert torch.equal(drafter.lookup_scale, torch.ones(32))
     assert torch.equal(drafter.lookup_embedding, torch.zeros(3, 32))
+    assert torch.equal(drafter.lookup_gate, torch.zeros(3, 32))
 
 
 def test_a_draft_without_what_it_needs_is_refused():
     drafter = tiny_drafter(tiny_llama(), lookup_ngram_size=2)
-    with pytest.raises(ValueError, match=r"`lookup_embeds` and `lookup_sizes` are required: .* up to 2 tokens"):
+    with pytest.raises(
+        ValueError, match=r"`lookup_embeds`, `lookup_rows` and `lookup_sizes` are required: .* up to 2 tokens"
+    ):
         drafter.block_states(torch.zeros(1, 32), None)
 
 
@@ -123,6 +145,7 @@ def copying_drafter(target):
             layer.mlp.down_proj.weight.zero_()
         drafter.mask_embedding.zero_()
         drafter.lookup_embedding.zero_()
+        drafter.lookup_gate.zero_()
         drafter.lookup_scale.fill_(1.0)
         drafter.norm.weight.fill_(1.0)
     return drafter
@@ -169,7 +192,7 @@ def test_checkpoints(tmp_path):
     reshaped = reshape_drafter(drafter, lookup_ngram_size=4)
     assert torch.equal(reshaped.lookup_embedding[:3], drafter.lookup_embedding)
     assert torch.equal(reshaped.lookup_embedding[3], torch.zeros(32))
-    with pytest.raises(ValueError, match=r"1 tensors in it have another shape.*lookup_embedding"):
+    with pytest.raises(ValueError, match=r"2 tensors in it have another shape.*lookup_embedding"):
         CarryoverDrafter.from_pretrained(tmp_path / "with", lookup_ngram_size=2)
 
 

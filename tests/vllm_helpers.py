@@ -132,7 +132,7 @@ class Recorder:
     def _record(self, hidden_states, tokens):
         given, proposals = self.given, self.proposer.num_speculative_tokens
         cad, rejected = given["cad"], given["num_rejected_tokens_gpu"]
-        logits = self.proposer.model.draft_logits(hidden_states)
+        logits = self.proposer.model.draft_logits(hidden_states, self.proposer.looked_up)
         replaced = tokens.clone()
         self.batches.append(len(self.runner.input_batch.req_ids))
         for i, request in enumerate(self.runner.input_batch.req_ids):

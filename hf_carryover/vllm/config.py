@@ -136,7 +136,7 @@ def expected_tensors(config: Any) -> set[str]:
     if config.mask_token_id is None:
         names.add("mask_embedding")
     if config.lookup_ngram_size:
-        names |= {"lookup_embedding", "lookup_scale"}
+        names |= {"lookup_embedding", "lookup_gate", "lookup_scale"}
     if config.draft_vocab_size is not None and config.draft_vocab_size:
         names |= {"d2t", "t2d"}
     return names

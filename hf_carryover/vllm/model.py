@@ -67,6 +67,7 @@ class CarryoverForVLLM(DFlashQwen3ForCausalLM):
         looked_up = config.lookup_ngram_size
         self.lookup_scale = _frozen(d_target, dtype=dtype) if looked_up else None
         self.lookup_embedding = _frozen(looked_up, d_target, dtype=dtype) if looked_up else None
+        self.lookup_gate = _frozen(looked_up, d_target, dtype=dtype) if looked_up else None
         self.embed_proj = _frozen(d, d_target, dtype=dtype) if d != d_target else None
         self.head_proj = _frozen(d_target, d, dtype=dtype) if d != d_target else None
         self.markov_w1 = self.markov_w2 = None
@@ -102,6 +103,7 @@ class CarryoverForVLLM(DFlashQwen3ForCausalLM):
             "mask_embedding": self.mask_token_embedding,
             "lookup_scale": self.lookup_scale,
             "lookup_embedding": self.lookup_embedding,
+            "lookup_gate": self.lookup_gate,
             "embed_proj.weight": self.embed_proj,
             "head_proj.weight": self.head_proj,
             "markov_head.markov_w1.weight": self.markov_w1,
@@ -218,16 +220,51 @@ class CarryoverForVLLM(DFlashQwen3ForCausalLM):
             embeds = torch.where(is_mask.unsqueeze(1), self.mask_token_embedding.to(embeds.dtype), embeds)
         return embeds if self.embed_proj is None else nn.functional.linear(embeds, self.embed_proj)
 
-    def head_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits `(rows, draft vocabulary)` of final states, without the Markov bias, in the head's dtype."""
+    def head_rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[`~hf_carryover.target.TargetHead.rows`] of `token_ids` `(...)`, from a head that may be sharded."""
+        slots, drafted = token_ids, self.draft_token_ids()
+        if drafted is not None:
+            slots = torch.searchsorted(drafted, token_ids).clamp(max=len(drafted) - 1)
+        shard = self.lm_head.shard_indices
+        ids = slots.flatten()
+        rows = local_head_rows(self.lm_head.weight, shard.org_vocab_start_index, shard.org_vocab_end_index, ids)
+        if get_tensor_model_parallel_world_size() > 1:
+            rows = tensor_model_parallel_all_reduce(rows)
+        rows = rows.float().view(*token_ids.shape, -1)
+        if drafted is not None:
+            rows = rows * (drafted[slots] == token_ids).unsqueeze(-1)
+        return rows / rows.square().sum(dim=-1, keepdim=True).clamp(min=1e-12)
+
+    def point(self, hidden_states: torch.Tensor, looked_up) -> torch.Tensor:
+        """
+        [`CarryoverDrafter.point`] at what was `looked_up`, for final states `(requests * proposals, hidden_size)`;
+        returns `(requests * proposals, target_hidden_size)`.
+        """
         if self.head_proj is not None:
+            hidden_states = nn.functional.linear(hidden_states, self.head_proj)
+        tokens, sizes = looked_up
+        states = hidden_states.view(tokens.shape[0], -1, hidden_states.shape[-1])
+        rows = self.head_rows(tokens[:, : states.shape[1]]).to(states.dtype)
+        gate = self.lookup_gate[(sizes - 1).clamp(min=0)].unsqueeze(1)
+        trust = (states * gate).sum(dim=-1, keepdim=True)
+        trust = torch.where((sizes > 0)[:, None, None], trust, 0.0)
+        return (states + trust * rows).flatten(0, 1)
+
+    def head_logits(self, hidden_states: torch.Tensor, looked_up=None) -> torch.Tensor:
+        """
+        Logits `(rows, draft vocabulary)` of final states, without the Markov bias, in the head's dtype; `looked_up` as
+        in [`~CarryoverForVLLM.block_embeds`].
+        """
+        if looked_up is not None:
+            hidden_states = self.point(hidden_states, looked_up)
+        elif self.head_proj is not None:
             hidden_states = nn.functional.linear(hidden_states, self.head_proj)
         bias = getattr(self.lm_head, "bias", None)
         return self.logits_processor(self.lm_head, hidden_states, bias)
 
-    def draft_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def draft_logits(self, hidden_states: torch.Tensor, looked_up=None) -> torch.Tensor:
         """[`~CarryoverForVLLM.head_logits`] in float32."""
-        return self.head_logits(hidden_states).float()
+        return self.head_logits(hidden_states, looked_up).float()
 
     def in_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """Draft logits `(rows, draft vocabulary)` over the target's vocabulary, -inf where nothing can be drafted."""

@@ -54,7 +54,7 @@ class CarryoverProposer(DFlashProposer):
         self.block_rows = config.block_size + 1
         _ALIVE.add(self)
         self.carry = bool(config.carry)
-        self.texts = None
+        self.texts = self.looked_up = None
         if config.lookup_ngram_size:
             self.texts = Texts(self.limit, config.lookup_ngram_size, config.block_size)
         self.count_carried = False
@@ -114,13 +114,13 @@ class CarryoverProposer(DFlashProposer):
         self._window_positions, self._window_slots = target_positions, layout.window_slots
         rows = requests * self.block_rows
         self.positions[:rows] = layout.positions.flatten().clamp(max=self.limit - 1)
-        looked_up = None
+        self.looked_up = None
         if self.texts is not None:
             batch, starts = self.runner.input_batch, cad.query_start_loc[: requests + 1]
             window = (target_token_ids, target_positions, starts, num_rejected_tokens_gpu, next_token_ids)
             found = self.texts.look_up(batch.req_ids[:requests], batch.token_ids_cpu, *window)
-            looked_up = tuple(part.to(self.device) for part in found)
-        self._block_embeds[:rows] = self.model.block_embeds(next_token_ids, looked_up).flatten(0, 1)
+            self.looked_up = tuple(part.to(self.device) for part in found)
+        self._block_embeds[:rows] = self.model.block_embeds(next_token_ids, self.looked_up).flatten(0, 1)
         wanted = torch.arange(1, self.num_speculative_tokens + 1, device=self.device)
         starts = torch.arange(0, rows, self.block_rows, device=self.device)
         return rows, (starts.unsqueeze(1) + wanted).flatten(), self._block_metadata(cad, layout, requests)
@@ -160,7 +160,7 @@ class CarryoverProposer(DFlashProposer):
         self, hidden_states: torch.Tensor, sampling_metadata: SamplingMetadata
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         requests, model = self._anchors.shape[0], self.model
-        logits = model.draft_logits(hidden_states).view(requests, self.num_speculative_tokens, -1)
+        logits = model.draft_logits(hidden_states, self.looked_up).view(requests, self.num_speculative_tokens, -1)
         draws = self._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy
         tokens, probs = draw_blocks(
             logits,
