@@ -222,6 +222,7 @@ class CarryoverForVLLM(DFlashQwen3ForCausalLM):
 
     def head_rows(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[`~hf_carryover.target.TargetHead.rows`] of `token_ids` `(...)`, from a head that may be sharded."""
+        token_ids = token_ids.contiguous()
         slots, drafted = token_ids, self.draft_token_ids()
         if drafted is not None:
             slots = torch.searchsorted(drafted, token_ids).clamp(max=len(drafted) - 1)

@@ -55,6 +55,7 @@ class CarryoverProposer(DFlashProposer):
         _ALIVE.add(self)
         self.carry = bool(config.carry)
         self.texts = self.looked_up = None
+        self._runner = runner
         if config.lookup_ngram_size:
             self.texts = Texts(self.limit, config.lookup_ngram_size, config.block_size)
         self.count_carried = False
@@ -116,7 +117,7 @@ class CarryoverProposer(DFlashProposer):
         self.positions[:rows] = layout.positions.flatten().clamp(max=self.limit - 1)
         self.looked_up = None
         if self.texts is not None:
-            batch, starts = self.runner.input_batch, cad.query_start_loc[: requests + 1]
+            batch, starts = self._runner.input_batch, cad.query_start_loc[: requests + 1]
             window = (target_token_ids, target_positions, starts, num_rejected_tokens_gpu, next_token_ids)
             found = self.texts.look_up(batch.req_ids[:requests], batch.token_ids_cpu, *window)
             self.looked_up = tuple(part.to(self.device) for part in found)
