@@ -123,7 +123,7 @@ def save_adapter(drafter: CarryoverDrafter, folder: str | Path, state_dict: dict
         **drafter.adapter_base,
         "carry": json.dumps(drafter.config.carry),
         "carry_from": drafter.config.carry_from,
-        "lookup_ngram_size": json.dumps(drafter.config.lookup_ngram_size),
+        **{name: json.dumps(getattr(drafter.config, name)) for name in ("carry_pointer", "lookup_ngram_size")},
     }
     save_file(adapter_state(drafter, state_dict), folder / WEIGHTS_FILE, metadata=about)
     _config_of(drafter).save_pretrained(str(folder))
@@ -205,8 +205,8 @@ def load_adapter_drafter(
         if not base:
             raise ValueError(f"The adapter {name} does not name its base: give `base`.")
         added = {"carry": json.loads(about["carry"]), "carry_from": about["carry_from"]}
-        if "lookup_ngram_size" in about:  # adapters of older versions look nothing up
-            added["lookup_ngram_size"] = json.loads(about["lookup_ngram_size"])
+        # Adapters of older versions look nothing up and point at nothing.
+        added |= {name: json.loads(about[name]) for name in ("carry_pointer", "lookup_ngram_size") if name in about}
         kwargs = {key: value for key, value in kwargs.items() if key not in added}
         # In the dtype it is stored in, so that the comparison does not depend on the one asked for.
         drafter, called = cls.from_pretrained(base, **added, **kwargs), str(base)

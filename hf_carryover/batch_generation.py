@@ -35,7 +35,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, _speculativ
 from .batch_cache import BatchCache
 from .compiled import argmax_proposals
 from .generation import CarryoverCandidateGenerator, GenerationReport, cached_tokens
-from .lookup import lookup_hints
+from .lookup import carried_hints, lookup_hints
 from .modeling_carryover import CarryoverDrafter
 from .target import gather_features, text_config
 
@@ -209,6 +209,7 @@ class BatchDecoding:
             _Sequence(i, ids, budget, unpadded(logits_processor, input_ids.shape[1] - len(ids)))
             for i, ids in enumerate(rows)
         ]
+        self.pointed: dict = {}  # what the drafter points at of the last round
         self.drafts = BatchCache(drafter, len(rows), capacity=input_ids.shape[1] + 4 * drafter.config.block_rows)
         eos = getattr(generation_config, "_eos_token_tensor", None)
         self.eos = set() if eos is None else set(eos.flatten().tolist())
@@ -277,6 +278,9 @@ class BatchDecoding:
         kept = torch.tensor(committed, device=self.device)
         self.cache.keep(first, kept)
         embeds = self._carried_embeds(proposals, outputs, width)
+        if self.drafter.config.points_at_carried:
+            predictions = outputs.logits.argmax(dim=-1).to(self.device)
+            self.pointed = carried_hints(self.generator.head, self.drafter, predictions, kept, count)
         move = self.drafter.device
         self.drafts.commit_window(
             self._features(outputs), torch.zeros_like(kept, device=move), count.to(move), kept.to(move), embeds
@@ -307,7 +311,7 @@ class BatchDecoding:
 
     def _hints(self, active: list[_Sequence]) -> dict:
         texts = (np.array(sequence.ids) for sequence in active)
-        return lookup_hints(self.generator.head, self.drafter, texts)
+        return {**lookup_hints(self.generator.head, self.drafter, texts), **self.pointed}
 
     def _draw_processed(self, active, base, limits):
         proposals, kept = [], []
@@ -387,6 +391,7 @@ class BatchDecoding:
             kept = torch.tensor(rows, device=self.device)
             self.cache.select(kept)
             self.drafts.select(kept.to(self.drafter.device))
+            self.pointed = {name: value[kept.to(value.device)] for name, value in self.pointed.items()}
         return [active[i] for i in rows]
 
     def _out_of_time(self) -> bool:

@@ -101,6 +101,9 @@ class CarryoverConfig(PreTrainedConfig):
             What a carried row is made of: `"states"`, the target's (arXiv 2609.14717); `"predictions"`, the target's
             likeliest next token there; `"proposals"`, the rejected token itself; `"states_and_predictions"`, both of
             the target's. Tokens enter through the target's embedding and one linear map.
+        carry_pointer (`bool`, *optional*, defaults to `False`):
+            Whether the target's likeliest next tokens at the rejected rows are also pointed at directly, in the logits
+            of the positions they are for; see [`CarryoverDrafter.point`].
         lookup_ngram_size (`int`, *optional*, defaults to 0):
             Longest ending of the text, in tokens, whose last earlier occurrence is looked up; the tokens behind it
             come into the block as embeddings, see [`~hf_carryover.lookup.look_up`]. 0 looks nothing up.
@@ -184,6 +187,7 @@ class CarryoverConfig(PreTrainedConfig):
     mask_token_id: int | None = None
     carry: bool = True
     carry_from: str = "states"
+    carry_pointer: bool = False
     lookup_ngram_size: int = 0
     markov_rank: int = 0
     draft_vocab_size: int | None = None
@@ -230,6 +234,11 @@ class CarryoverConfig(PreTrainedConfig):
     def carries_states(self) -> bool:
         """Whether carried rows hold the target's states."""
         return self.carry and CARRY_SOURCES[self.carry_from]
+
+    @property
+    def points_at_carried(self) -> bool:
+        """Whether the target's predictions behind carried rows are pointed at."""
+        return self.carry and self.carry_pointer
 
     @property
     def carried_token(self) -> str | None:

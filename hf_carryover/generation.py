@@ -18,7 +18,7 @@ from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTraine
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .compiled import CompiledDraft, argmax_proposals
-from .lookup import lookup_hints
+from .lookup import carried_hints, lookup_hints
 from .modeling_carryover import CarryoverCache, CarryoverDrafter
 from .stopping import ScoreTap
 from .target import PositionLimit, TargetHead, gather_features, hidden_state_indices
@@ -161,6 +161,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         self.cache: CarryoverCache | None = None
         self.columns = 0  # columns of `input_ids` whose states are committed
         self.cached_columns = 0  # columns of a continued cache that `input_ids` do not repeat
+        self.pointed: dict = {}  # what the drafter points at of the last round
         self.proposals: list[int] = []
         self.proposed_last: list[int] = []
         self.report = GenerationReport()
@@ -292,6 +293,7 @@ class CarryoverCandidateGenerator(CandidateGenerator):
             committed = features.shape[1]
         self.columns = input_ids.shape[1] - 1
         self._lap("projection")
+        self.pointed = self._carried_hints(features.shape[1], committed, model_outputs)
         embeds = self._carried_embeds(features.shape[1], committed, model_outputs)
         self._lap("carry")
         rows = features.shape[1] if drafter.config.carry else committed
@@ -310,6 +312,14 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         else:  # row 0 is the anchor, which is committed always
             tokens = torch.tensor([[0, *self.proposed_last]], device=self.head.weight.device)[:, :rows]
         return self.head.embed(tokens, self.drafter.device)
+
+    def _carried_hints(self, rows: int, committed: int, model_outputs) -> dict:
+        """What the drafter points at of the target's predictions behind rejected rows, if it does."""
+        if not self.drafter.config.points_at_carried or rows == committed:
+            return {}
+        tokens = model_outputs.logits[:, -rows:].argmax(dim=-1)
+        first, last = (torch.tensor([row], device=tokens.device) for row in (committed, rows))
+        return carried_hints(self.head, self.drafter, tokens, first, last)
 
     def _start_cache(self, input_ids: torch.LongTensor, features: torch.Tensor) -> torch.Tensor:
         """
@@ -363,14 +373,14 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         return base.float(), None  # argmax over half precision is several times slower on a CPU
 
     def _hints(self, input_ids: torch.LongTensor) -> dict:
-        """What the drafter looks up in the text, if it does; padding is no part of the text."""
+        """What the drafter looks up in the text, where padding is no part of it, and what it points at."""
         if not self.drafter.config.lookup_ngram_size:
-            return {}
+            return self.pointed
         text = input_ids[0]
         if self.attention_mask is not None:
             prompt = self.attention_mask[0, self.cached_columns :].bool()
             text = torch.cat([text[: len(prompt)][prompt], text[len(prompt) :]])
-        return lookup_hints(self.head, self.drafter, [text.cpu().numpy()])
+        return {**lookup_hints(self.head, self.drafter, [text.cpu().numpy()]), **self.pointed}
 
     @torch.no_grad()
     def draw_processed(self, input_ids: torch.LongTensor, base: torch.Tensor, processors=None):

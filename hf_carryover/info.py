@@ -36,7 +36,9 @@ def describe_drafter(drafter: CarryoverDrafter) -> dict[str, str]:
     lines = {
         "kind": "adapter" if has_adapter(drafter) else "drafter",
         "format": (config.converted_from or {}).get("format", "carryover"),
-        "carry": f"on, from {config.carry_from}" if config.carry else "off",
+        "carry": f"on, from {config.carry_from}{', with pointer' * config.points_at_carried}"
+        if config.carry
+        else "off",
         "proposals": f"{config.block_size} a round, {layout}",
         "lookup": f"n-grams of up to {config.lookup_ngram_size}" if config.lookup_ngram_size else "off",
         "layers": f"{config.num_hidden_layers} of width {config.hidden_size}",

@@ -70,10 +70,11 @@ def lookup_hints(head: TargetHead, drafter: CarryoverDrafter, texts: Iterable[np
     found = [look_up(text, config.lookup_ngram_size, config.block_size) for text in texts]
     nothing = np.zeros(config.block_size, dtype=np.int64)
     tokens = torch.from_numpy(np.stack([nothing if ids is None else ids for ids, _ in found]))
+    sizes = torch.tensor([size for _, size in found], device=device)
     return {
         "lookup_embeds": head.embed(tokens, device).detach(),
-        "lookup_rows": head.rows(tokens, device),
-        "lookup_sizes": torch.tensor([size for _, size in found], device=device),
+        "lookup_rows": head.rows(tokens, device) * (sizes > 0)[:, None, None].to(head.weight.dtype),
+        "lookup_sizes": sizes,
     }
 
 
@@ -86,4 +87,29 @@ def block_hints(head: TargetHead, drafter: CarryoverDrafter, input_ids, sequence
     return lookup_hints(head, drafter, (recorded[row, : anchor + 1] for row, anchor in places))
 
 
-__all__ = ["block_hints", "look_up", "lookup_hints"]
+def carried_hints(head: TargetHead, drafter: CarryoverDrafter, tokens: torch.LongTensor, first, last) -> dict:
+    """
+    What [`CarryoverDrafter.point`] takes of the target's predictions behind rejected rows.
+
+    Args:
+        head ([`~hf_carryover.target.TargetHead`]): For rows of the head.
+        drafter ([`CarryoverDrafter`]): The drafter.
+        tokens (`torch.LongTensor` of shape `(num_blocks, rows)`): Likeliest next tokens behind the verified rows.
+        first, last (`torch.LongTensor` of shape `(num_blocks,)`):
+            The rejected rows of each block are `first … last - 1`; the first of them stands where the anchor is now,
+            so that its prediction is for `a + 1`.
+
+    Returns:
+        `dict`: `carry_rows` of shape `(num_blocks, block_size, target_hidden_size)`; empty for a drafter that does not
+        point at them.
+    """
+    if not drafter.config.points_at_carried:
+        return {}
+    places = first.unsqueeze(1) + torch.arange(drafter.config.block_size, device=tokens.device)
+    exist = places < last.unsqueeze(1)
+    aligned = tokens.gather(1, places.clamp(max=tokens.shape[1] - 1))
+    rows = head.rows(aligned, drafter.device)
+    return {"carry_rows": rows * exist.unsqueeze(-1).to(rows)}
+
+
+__all__ = ["block_hints", "carried_hints", "look_up", "lookup_hints"]

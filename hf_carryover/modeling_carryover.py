@@ -354,6 +354,8 @@ class CarryoverPreTrainedModel(PreTrainedModel):
         if isinstance(module, CarryoverDrafter):
             if module.carry_embedding is not None:
                 init.zeros_(module.carry_embedding)
+            if module.carry_gate is not None:
+                init.zeros_(module.carry_gate)
             if module.lookup_embedding is not None:
                 init.ones_(module.lookup_scale)
                 init.zeros_(module.lookup_embedding)
@@ -371,7 +373,7 @@ class CarryoverPreTrainedModel(PreTrainedModel):
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 # What a drafter with carry has beyond one without.
-_CARRY_TENSORS = {"carry_embedding", "carry_proj.weight"}
+_CARRY_TENSORS = {"carry_embedding", "carry_gate", "carry_proj.weight"}
 # And one that looks up, beyond one that does not.
 _LOOKUP_TENSORS = {"lookup_embedding", "lookup_gate", "lookup_scale"}
 
@@ -414,6 +416,8 @@ def _check_loading(model: "CarryoverDrafter", info: dict, name, fresh: set[str],
     missing, unknown = set(info["missing_keys"]) - fresh, set(info["unexpected_keys"])
     if not model.config.carry:
         unknown -= _CARRY_TENSORS
+    if not model.config.points_at_carried:
+        unknown -= {"carry_gate"}
     if not model.config.lookup_ngram_size:
         unknown -= _LOOKUP_TENSORS
     problems = []
@@ -483,6 +487,8 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.carry_embedding = nn.Parameter(torch.zeros(d)) if config.carry else None
         self.carry_proj = CarryProjection(d_target, d, bias=False) if config.carried_token else None
+        pointing = (config.block_size, d_target)
+        self.carry_gate = nn.Parameter(torch.zeros(pointing)) if config.points_at_carried else None
         self.mask_embedding = nn.Parameter(torch.empty(d_target)) if config.mask_token_id is None else None
         looked_up = config.lookup_ngram_size
         self.lookup_scale = nn.Parameter(torch.ones(d_target)) if looked_up else None
@@ -504,9 +510,9 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         Like the parent, but a checkpoint that does not hold exactly this drafter's tensors is an error: transformers
         would draw the missing ones at random and go on.
 
-        The exceptions are what carry adds, the carry embedding and, if `carry_from` has tokens in it, their map, and
-        what looking up adds. They start anew when `carry=True` or a `lookup_ngram_size` is asked of a checkpoint that
-        was saved without, and are left out when one that has them is asked to do without.
+        The exceptions are what carry adds (the carry embedding, the map of carried tokens, the gate of the pointer)
+        and what looking up adds. They start anew when `carry=True`, `carry_pointer=True` or a `lookup_ngram_size` is
+        asked of a checkpoint that was saved without, and are left out when one that has them is asked to do without.
 
         With the package installed, folders and repositories of other DFlash drafters (z-lab, DeepSpec, speculators)
         are read as well, carry off unless asked for, and adapters of drafters together with their base.
@@ -544,6 +550,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         if set(info["missing_keys"]) & added and pretrained_model_name_or_path is not None:
             stored, _ = cls.config_class.get_config_dict(pretrained_model_name_or_path, **hub)
             fresh |= _CARRY_TENSORS if stored.get("carry") is False else set()
+            fresh |= set() if stored.get("carry") and stored.get("carry_pointer") else {"carry_gate"}
             fresh |= set() if stored.get("lookup_ngram_size") else _LOOKUP_TENSORS
         _check_loading(model, info, pretrained_model_name_or_path, fresh, may_differ)
         model.check_draft_vocabulary()
@@ -737,7 +744,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         masks = mask.to(anchor_embeds.dtype).expand(anchor_embeds.shape[0], self.config.block_rows - 1, -1)
         block = torch.cat([anchor_embeds.unsqueeze(1), masks], dim=1).to(self.fc.weight.dtype)
         if self.lookup_embedding is not None:
-            if not hints:
+            if not hints or "lookup_embeds" not in hints:
                 raise ValueError(
                     "`lookup_embeds`, `lookup_rows` and `lookup_sizes` are required: the drafter looks up n-grams of "
                     f"up to {self.config.lookup_ngram_size} tokens. See `hf_carryover.lookup.lookup_hints`."
@@ -775,27 +782,35 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
             hidden_states = layer(hidden_states, rope, memory, masks[layer_type])
         hidden_states = self.norm(hidden_states[:, -self.config.block_size :])
         hidden_states = hidden_states if self.head_proj is None else self.head_proj(hidden_states)
-        if self.lookup_gate is None:
-            return hidden_states
-        return self.point(hidden_states, hints["lookup_rows"], hints["lookup_sizes"])
+        return self.point(hidden_states, hints or {})
 
-    def point(
-        self, hidden_states: torch.Tensor, lookup_rows: torch.Tensor, lookup_sizes: torch.LongTensor
-    ) -> torch.Tensor:
+    def point(self, hidden_states: torch.Tensor, hints: dict) -> torch.Tensor:
         """
-        Point at what was looked up: `x_k + <g_n, x_k> w(c_k) / |w(c_k)|²`, `w(c)` being the head's row of token `c`.
-        The logit of `c_k` changes by `<g_n, x_k>`, those of other tokens by as much as their rows are alike. How much
-        depends on the state, and so on the text, and on the length of the suffix; nothing changes where `n` is 0.
+        Point at tokens that something else says come next: `x_k + <g, x_k> w(c_k) / |w(c_k)|²`, `w(c)` being the
+        head's row of token `c`. The logit of `c_k` changes by `<g, x_k>`, those of other tokens by as much as their
+        rows are alike. How much depends on the state, and so on the text.
+
+        With `config.lookup_ngram_size`, `c_1 … c_B` are the tokens that were looked up, and there is a gate `g` for
+        every length of the suffix. With `config.carry_pointer`, `c_k` is the target's likeliest token behind the
+        rejected row that now stands in front of `a + k`, and there is a gate for every `k`.
 
         Args:
             hidden_states (`torch.Tensor` of shape `(num_blocks, block_size, target_hidden_size)`): `x_1 … x_B`.
-            lookup_rows (`torch.Tensor` of shape `(num_blocks, block_size, target_hidden_size)`): `w(c) / |w(c)|²`.
-            lookup_sizes (`torch.LongTensor` of shape `(num_blocks,)`): `n`.
+            hints (`dict`): Of [`~hf_carryover.lookup.lookup_hints`] `lookup_rows`, `w(c) / |w(c)|²` of shape
+                `(num_blocks, block_size, target_hidden_size)`, and `lookup_sizes`; of
+                [`~hf_carryover.lookup.carried_hints`] `carry_rows`, of the same shape. Rows of 0 change nothing.
         """
-        gate = self.lookup_gate[(lookup_sizes - 1).clamp(min=0)].to(hidden_states.dtype)
-        trust = (hidden_states * gate.unsqueeze(1)).sum(dim=-1, keepdim=True)
-        trust = torch.where((lookup_sizes > 0)[:, None, None], trust, 0.0)
-        return hidden_states + trust * lookup_rows.to(hidden_states.dtype)
+        pointers = []
+        if self.lookup_gate is not None:
+            gate = self.lookup_gate[(hints["lookup_sizes"] - 1).clamp(min=0)]
+            pointers.append((gate.unsqueeze(1), hints["lookup_rows"]))
+        if self.carry_gate is not None and "carry_rows" in hints:
+            pointers.append((self.carry_gate, hints["carry_rows"]))
+        pointed = hidden_states
+        for gate, rows in pointers:
+            trust = (hidden_states * gate.to(hidden_states.dtype)).sum(dim=-1, keepdim=True)
+            pointed = pointed + trust * rows.to(hidden_states.dtype)
+        return pointed
 
     def additive_masks(self, visible, query_positions, key_positions, dtype, in_block=None):
         """
@@ -846,6 +861,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
         lookup_embeds: torch.Tensor | None = None,
         lookup_rows: torch.Tensor | None = None,
         lookup_sizes: torch.LongTensor | None = None,
+        carry_rows: torch.Tensor | None = None,
         previous_ids: torch.LongTensor | None = None,
         head_weight: torch.Tensor | None = None,
         head_bias: torch.Tensor | None = None,
@@ -878,6 +894,8 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
             lookup_embeds, lookup_rows, lookup_sizes (*optional*):
                 See [`CarryoverDrafter.block_states`] and [`CarryoverDrafter.point`]; needed with
                 `config.lookup_ngram_size`.
+            carry_rows (`torch.Tensor` of shape `(num_blocks, block_size, target_hidden_size)`, *optional*):
+                See [`CarryoverDrafter.point`]; with `config.carry_pointer`.
             previous_ids (`torch.LongTensor` of shape `(num_blocks, block_size)`, *optional*):
                 Tokens before each predicted position, `x_a … x_{a+B-1}`; needed for logits with a Markov head.
             head_weight (`torch.Tensor` of shape `(output_vocab_size, target_hidden_size)`, *optional*):
@@ -900,7 +918,7 @@ class CarryoverDrafter(CarryoverPreTrainedModel):
                 "`model.generate(..., assistant_model=drafter)`, or `CarryoverTrainer` to train it."
             )
         hints = {"lookup_embeds": lookup_embeds, "lookup_rows": lookup_rows, "lookup_sizes": lookup_sizes}
-        hints = hints if lookup_rows is not None else {}
+        hints = {name: value for name, value in {**hints, "carry_rows": carry_rows}.items() if value is not None}
         block = self.block_states(anchor_embeds, mask_embeds, hints)
         offsets = torch.arange(block.shape[1], device=block.device)
         query_positions = anchor_positions.unsqueeze(1) + offsets

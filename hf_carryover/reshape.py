@@ -16,6 +16,7 @@ RESHAPABLE = (
     "block_size",
     "carry",
     "carry_from",
+    "carry_pointer",
     "draft_sampling",
     "lookup_ngram_size",
     "markov_rank",
@@ -37,8 +38,8 @@ def reshape_drafter(
     Args:
         drafter ([`CarryoverDrafter`]): The trained drafter, left as it is.
         draft_token_ids (`torch.LongTensor`, *optional*): Increasing target ids of a new draft vocabulary.
-        changes: Fields of [`CarryoverConfig`] among `block_size`, `carry`, `carry_from`, `draft_sampling`,
-            `lookup_ngram_size`, `markov_rank` and `target_layer_ids`.
+        changes: Fields of [`CarryoverConfig`] among `block_size`, `carry`, `carry_from`, `carry_pointer`,
+            `draft_sampling`, `lookup_ngram_size`, `markov_rank` and `target_layer_ids`.
 
     Returns:
         [`CarryoverDrafter`], in the dtype and on the device of the old one.
@@ -74,6 +75,9 @@ def reshape_drafter(
         both = min(drafter.config.lookup_ngram_size, new.config.lookup_ngram_size)
         new.lookup_embedding[:both] = drafter.lookup_embedding[:both]
         new.lookup_gate[:both] = drafter.lookup_gate[:both]
+    if drafter.carry_gate is not None and new.carry_gate is not None:
+        both = min(drafter.config.block_size, new.config.block_size)
+        new.carry_gate[:both] = drafter.carry_gate[:both]
     if new.d2t is not None and draft_token_ids is None:
         new.d2t.copy_(drafter.d2t)
         new.t2d.copy_(drafter.t2d)

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")
 # What shapes a new drafter, and which of it only a new one takes: see `reshape_drafter` for the others.
 NEW_FLAGS = ("num_hidden_layers", "init_from_target", "anchor_first", "mask_token_id")
+CARRY_FLAGS = ("carry", "carry_from", "carry_pointer")
 SHAPE_FLAGS = ("block_size", "lookup_ngram_size", "markov_rank", "target_layer_ids", *NEW_FLAGS)
 
 
@@ -58,6 +59,7 @@ class DrafterArguments:
         carry (`bool`, *optional*):
             Whether the trained drafter carries. Defaults to what `drafter` does, and to `False` for a new one.
         carry_from (`str`, *optional*): What a carried row is made of, see [`CarryoverConfig`].
+        carry_pointer (`bool`, *optional*): Whether the target's predictions at rejected rows are pointed at.
         num_hidden_layers, init_from_target, anchor_first, mask_token_id (*optional*):
             Of a new drafter, so refused together with `drafter`; see [`drafter_from_target`] and [`CarryoverConfig`],
             whose defaults hold.
@@ -79,6 +81,9 @@ class DrafterArguments:
     drafter: str | None = field(default=None, metadata={"help": "Drafter checkpoint to go on from."})
     carry: bool | None = field(default=None, metadata={"help": "Whether the trained drafter carries rejected rows."})
     carry_from: str | None = field(default=None, metadata={"help": "What a carried row is made of."})
+    carry_pointer: bool | None = field(
+        default=None, metadata={"help": "Whether the target's predictions at rejected rows are pointed at."}
+    )
     num_hidden_layers: int | None = field(default=None, metadata={"help": "Layers of a new drafter."})
     block_size: int | None = field(default=None, metadata={"help": "Proposals per round of a new drafter."})
     lookup_ngram_size: int | None = field(
@@ -136,14 +141,14 @@ def parse(argv: list[str]) -> tuple[DrafterArguments, CarryoverTrainingArguments
 
 def build_drafter(arguments: DrafterArguments, target, recordings) -> CarryoverDrafter:
     """The checkpoint `arguments.drafter` in float32, reshaped where asked for, or a new drafter for `target`."""
-    names = [*SHAPE_FLAGS, "carry", "carry_from"]
+    names = [*SHAPE_FLAGS, *CARRY_FLAGS]
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     token_ids = None
     if arguments.draft_vocab_size is not None:
         token_ids = frequent_tokens(recordings, arguments.draft_vocab_size, target.config.get_text_config().vocab_size)
     if arguments.drafter is None:
         return drafter_from_target(target, draft_token_ids=token_ids, **{"carry": False, **given})
-    carry = {name: given.pop(name) for name in ("carry", "carry_from") if name in given}
+    carry = {name: given.pop(name) for name in CARRY_FLAGS if name in given}
     drafter = _load("drafter", arguments.drafter, CarryoverDrafter, dtype=torch.float32, **carry)
     if given or token_ids is not None:
         drafter = reshape_drafter(drafter, draft_token_ids=token_ids, **given)

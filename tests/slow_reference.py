@@ -153,8 +153,11 @@ class SlowReference:
                     return longer[len(text) :], size
         return [], 0
 
-    def draft(self, text, context, context_positions):
-        """Base logits `(B, draft vocabulary)` of the block at the end of `text`, given fused context rows."""
+    def draft(self, text, context, context_positions, predicted=()):
+        """
+        Base logits `(B, draft vocabulary)` of the block at the end of `text`, given fused context rows, and what the
+        target `predicted` behind the rejected rows.
+        """
         config, anchor, anchor_token = self.config, len(text) - 1, text[-1]
         if config.mask_token_id is None:
             mask = self.weights["mask_embedding"]
@@ -183,12 +186,15 @@ class SlowReference:
         if "head_proj.weight" in self.weights:
             states = self.linear("head_proj", states)
         head = self.own_head if self.own_head is not None else self.head.weight.detach()[self.vocabulary]
-        pointed = []
-        for state, token in zip(states, looked_up or [None] * len(states), strict=True):
-            if token in self.vocabulary:
-                row = head[self.vocabulary.index(token)]
-                state = state + (self.weights["lookup_gate"][size - 1] @ state) * row / (row @ row)
-            pointed.append(state)
+        pointed = list(states)
+        gates = [] if not looked_up else [(self.weights["lookup_gate"][size - 1].expand(len(states), -1), looked_up)]
+        if config.carry_pointer:
+            gates.append((self.weights["carry_gate"], predicted))
+        for gate, tokens in gates:
+            for k, token in enumerate(tokens):
+                if token in self.vocabulary:
+                    row = head[self.vocabulary.index(token)]
+                    pointed[k] = pointed[k] + (gate[k] @ states[k]) * row / (row @ row)
         states = torch.stack(pointed)
         logits = states @ head.T
         if self.own_head is None:
@@ -228,17 +234,19 @@ class SlowReference:
             between = range(first_anchor + 1, position + 1)
             return position < len(tokens) and all(mask[p] for p in between)
 
-        size, proposals, accepted, states = self.config.block_size, [], 0, None
+        size, proposals, accepted, states, predicted = self.config.block_size, [], 0, None, []
         anchor, carried, carried_positions = first_anchor, None, []
         if self.first_draft:
             proposals = self.first_proposals(tokens, first_anchor)
-            states = self.run_target([*tokens[:first_anchor], tokens[first_anchor], *proposals])[0][first_anchor:]
+            states, scores = self.run_target([*tokens[:first_anchor], tokens[first_anchor], *proposals])
+            states = states[first_anchor:]
             for proposal in proposals:
                 place = first_anchor + accepted + 1
                 if not exists(place) or tokens[place] != proposal:
                     break
                 accepted += 1
             anchor = first_anchor + accepted + 1
+            predicted = scores[anchor:].argmax(dim=-1).tolist()
             carried, carried_positions = states[accepted + 1 :], list(range(anchor, first_anchor + size + 1))
         if not exists(anchor + 1):
             return None
@@ -246,7 +254,7 @@ class SlowReference:
         if self.first_draft and self.config.carry:
             context += list(self.fuse(carried, carried=True))
             positions += carried_positions
-        logits = self.draft(tokens[: anchor + 1], context, positions)
+        logits = self.draft(tokens[: anchor + 1], context, positions, predicted)
         losses = self.losses(tokens, anchor, logits, exists)
         second = self.propose(logits, tokens[anchor])
         judged = sum(exists(anchor + k) for k in range(1, size + 1))

@@ -87,8 +87,9 @@ def test_rounds_are_those_of_single_runs(carry_from):
         {"block_attention": "causal"},
         {"draft_token_ids": torch.arange(0, 60, 2)},
         {"lookup_ngram_size": 3},
+        {"carry_pointer": True, "lookup_ngram_size": 3},
     ],
-    ids=["anchor_first", "sliding", "causal_sliding", "causal", "reduced", "lookup"],
+    ids=["anchor_first", "sliding", "causal_sliding", "causal", "reduced", "lookup", "pointer"],
 )
 def test_rounds_of_every_kind_of_drafter(options):
     target = tiny_llama()

@@ -30,6 +30,7 @@ DRAFTERS = {
     "soft-cap": {"logit_scale": 0.5, "logit_softcapping": 2.0},
     "one": {"block_size": 1},
     "lookup": {"lookup_ngram_size": 3, "markov_rank": 4},
+    "pointer": {"carry_pointer": True, "lookup_ngram_size": 3},
 }
 
 

@@ -54,6 +54,7 @@ EVERYTHING = {
     "draft_vocab_size": 32,
     "draft_sampling": "argmax",
     "carry_from": "predictions",
+    "carry_pointer": True,
 }
 
 

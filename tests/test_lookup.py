@@ -17,7 +17,7 @@ from tiny_targets import (
 
 from hf_carryover import CarryoverConfig, CarryoverDrafter
 from hf_carryover.convert.convert import write_drafter
-from hf_carryover.lookup import block_hints, look_up, lookup_hints
+from hf_carryover.lookup import block_hints, carried_hints, look_up, lookup_hints
 from hf_carryover.reshape import reshape_drafter
 from hf_carryover.target import TargetHead
 from hf_carryover.vllm.texts import Texts
@@ -77,12 +77,28 @@ def test_what_is_pointed_at():
     weight = target.lm_head.weight.detach()
     torch.testing.assert_close(rows[0, 1], weight[40] / weight[40].square().sum())
     assert not rows[0, 2].any()
-    pointed = drafter.point(states, rows, torch.tensor([2, 0]))
+    sizes = torch.tensor([2, 0])
+    pointed = drafter.point(states, {"lookup_rows": rows * (sizes > 0)[:, None, None], "lookup_sizes": sizes})
     assert torch.equal(pointed[1], states[1])
     assert torch.equal(pointed[0, 2], states[0, 2])
     before, after = (x[0] @ weight[kept].T for x in (states, pointed))
     for k, slot in enumerate([1, 3]):
         torch.testing.assert_close((after - before)[k, slot], states[0, k] @ drafter.lookup_gate[1])
+
+
+def test_what_was_carried_is_pointed_at():
+    """The prediction behind the first rejected row is for the next position; rows that were accepted say nothing."""
+    target = tiny_llama()
+    drafter = tiny_drafter(target, block_size=3, carry_pointer=True)
+    head, tokens = TargetHead(target, drafter), torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]])
+    rows = carried_hints(head, drafter, tokens, torch.tensor([1, 3, 2]), torch.tensor([4, 4, 2]))["carry_rows"]
+    expected = torch.zeros(3, 3, 32)
+    expected[0], expected[1, 0] = head.rows(torch.tensor([6, 7, 8]), "cpu"), head.rows(torch.tensor(12), "cpu")
+    assert torch.equal(rows, expected)
+    states = torch.randn(3, 3, 32)
+    trust = (states * drafter.carry_gate).sum(dim=-1, keepdim=True)
+    assert torch.equal(drafter.point(states, {"carry_rows": rows}), states + trust * rows)
+    assert carried_hints(head, tiny_drafter(target), tokens, None, None) == {}
 
 
 def test_a_fresh_one_passes_the_embedding_on():
@@ -124,6 +140,7 @@ OPTIONS = {
     "anchor-first": {"anchor_first": True},
     "reduced": {"draft_token_ids": torch.arange(1, 64, 2)},
     "predictions": {"carry_from": "predictions"},
+    "pointer": {"carry_pointer": True, "markov_rank": 4},
 }
 
 
@@ -189,6 +206,15 @@ def test_checkpoints(tmp_path):
     without.save_pretrained(tmp_path / "without")
     fresh = CarryoverDrafter.from_pretrained(tmp_path / "without", lookup_ngram_size=2)
     assert torch.equal(fresh.lookup_scale, torch.ones(32)) and fresh.lookup_embedding.shape == (2, 32)
+    pointing = CarryoverDrafter.from_pretrained(tmp_path / "with", carry_pointer=True)
+    assert torch.equal(pointing.carry_gate, torch.zeros(4, 32))
+    pointing.save_pretrained(tmp_path / "pointing")
+    assert CarryoverDrafter.from_pretrained(tmp_path / "pointing", carry_pointer=False).carry_gate is None
+    control = CarryoverDrafter.from_pretrained(tmp_path / "pointing", carry=False)
+    assert control.carry_gate is None and not control.config.points_at_carried
+    control.save_pretrained(tmp_path / "control")
+    again = CarryoverDrafter.from_pretrained(tmp_path / "control", carry=True)
+    assert torch.equal(again.carry_gate, torch.zeros(4, 32))
     reshaped = reshape_drafter(drafter, lookup_ngram_size=4)
     assert torch.equal(reshaped.lookup_embedding[:3], drafter.lookup_embedding)
     assert torch.equal(reshaped.lookup_embedding[3], torch.zeros(32))

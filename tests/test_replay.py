@@ -46,6 +46,7 @@ def half_right_drafter(target, rows, tmp_path, **config):
         {"carry": True, "markov_rank": 4},
         {"carry": True, "draft_token_ids": torch.arange(0, 64, 2)},
         {"carry": True, "lookup_ngram_size": 2},
+        {"carry": True, "carry_pointer": True},
         {"carry": True, "carry_from": "predictions"},
         {"carry": True, "carry_from": "proposals"},
         {"carry": True, "carry_from": "states_and_predictions"},

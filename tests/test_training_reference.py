@@ -80,6 +80,10 @@ CASES = [
     ),
     pytest.param("gemma4", {"carry": True}, {}, id="gemma4"),
     pytest.param("llama", {"carry": True, "markov_rank": 4, **LOOKUP}, {}, id="lookup"),
+    pytest.param("llama", {"carry": True, "carry_pointer": True, "markov_rank": 4}, {}, id="pointer"),
+    pytest.param(
+        "qwen3", {"carry": True, "carry_pointer": True, **LOOKUP, **HALF_VOCABULARY}, {}, id="pointer-lookup-reduced"
+    ),
     pytest.param("qwen3", {"carry": False, **LOOKUP, **NARROW_DRAFTER, **ANCHOR_FIRST}, {}, id="lookup-anchor-first"),
     pytest.param("gpt_neox", {"carry": True}, {}, id="gpt-neox"),
     pytest.param("lora", {"carry": True}, {}, id="lora"),

@@ -36,7 +36,7 @@ _WRITERS = {module.NAME: module.write for module in (zlab, speculators)}
 FORMATS = ("carryover", *_WRITERS)
 
 # What a drafter with carry has beyond one without.
-_CARRY_NAMES = ("carry_embedding", "carry_proj.")
+_CARRY_NAMES = ("carry_embedding", "carry_gate", "carry_proj.")
 
 
 @dataclass

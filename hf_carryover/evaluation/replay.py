@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..lookup import block_hints
+from ..lookup import block_hints, carried_hints
 from ..modeling_carryover import CarryoverDrafter
 from ..target import TargetHead, check_fit
 from ..training.anchors import block_labels, response_runs
@@ -319,7 +319,7 @@ class Replay:
         rejected = (rows > accepted.unsqueeze(1)) & goes_on.unsqueeze(1)
         token = self.drafter.config.carried_token
         branches = Branches(proposals, streams.sequence, streams.anchor, accepted, rejected)
-        predict = token == "prediction" or bool(self.observers)
+        predict = token == "prediction" or self.drafter.config.points_at_carried or bool(self.observers)
         features, predictions = self.target.verify(recorded, branches, predict=predict)
         carried = {
             "carried_features": features,
@@ -329,6 +329,9 @@ class Replay:
         if token is not None:
             tokens = predictions if token == "prediction" else proposals
             carried["carried_embeds"] = self.head.embed(tokens, self.drafter.device)
+        if predictions is not None:
+            last = torch.where(goes_on, predictions.shape[1], 0)
+            carried |= carried_hints(self.head, self.drafter, predictions, accepted, last)
         return carried, predictions
 
 

@@ -158,7 +158,8 @@ def _role(drafter: CarryoverDrafter) -> str:
         "proposals": "the rejected tokens",
         "states_and_predictions": "the target's hidden states and predictions",
     }[drafter.config.carry_from]
-    return f"It reads {what} at the rows the round before rejected (carry on)."
+    also = ", and points at the target's predictions there" if drafter.config.points_at_carried else ""
+    return f"It reads {what} at the rows the round before rejected (carry on){also}."
 
 
 def _shape(drafter: CarryoverDrafter) -> str:

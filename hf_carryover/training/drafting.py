@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import Trainer
 
-from ..lookup import block_hints
+from ..lookup import block_hints, carried_hints
 from ..modeling_carryover import CarryoverDrafter
 from ..target import TargetHead
 from .anchors import (
@@ -198,6 +198,7 @@ class DraftVerifyDraft(Trainer):
             if config.carried_token is not None:
                 tokens = predictions if config.carried_token == "prediction" else proposals
                 blocks.carried["carried_embeds"] = self.head.embed(tokens, device)
+            blocks.carried |= self._pointed(predictions, blocks)
         return blocks
 
     def _draft(self, model, features, input_ids, blocks: Blocks, previous=None, row_loss=None):
@@ -264,7 +265,9 @@ class DraftVerifyDraft(Trainer):
             verify=rejected,
         )
         token = self.drafter.config.carried_token
-        features, predictions = self.target.verify(recorded, branches, predict=token == "prediction")
+        config = self.drafter.config
+        predict = token == "prediction" or config.points_at_carried
+        features, predictions = self.target.verify(recorded, branches, predict=predict)
         finite = torch.isfinite(features).flatten(1).all(dim=1)
         if not bool(finite.all()):
             bad = int((~finite).sum())
@@ -278,8 +281,15 @@ class DraftVerifyDraft(Trainer):
             "carried_mask": rejected & finite.unsqueeze(1),
         }
         if token is not None:
-            tokens = proposals if predictions is None else predictions
+            tokens = predictions if token == "prediction" else proposals
             shifted.carried["carried_embeds"] = self.head.embed(tokens, features.device)
+        if predictions is not None:
+            shifted.carried |= self._pointed(predictions, shifted)
+
+    def _pointed(self, predictions: torch.LongTensor, blocks: Blocks) -> dict:
+        """What blocks behind a first draft point at of the target's `predictions` behind its rows."""
+        last = torch.where(blocks.counted, predictions.shape[1], 0)
+        return carried_hints(self.head, self.drafter, predictions, blocks.first_accepted, last)
 
     @torch.no_grad()
     def propose(self, hidden_states, anchors, temperature: float = 0.0, draws=None, drafter=None) -> torch.LongTensor:

@@ -14,7 +14,14 @@ ARCHITECTURE = "CarryoverDrafter"
 ARCHITECTURES = (ARCHITECTURE, f"DFlash{ARCHITECTURE}")
 
 # What converted drafters may have and the plugin does not compute.
-_AS_USUAL = ("anchor_first", "own_head", "logit_scale", "logit_softcapping", "embedding_scale", "block_attention")
+_AS_USUAL = (
+    "anchor_first",
+    "own_head",
+    "logit_scale",
+    "logit_softcapping",
+    "embedding_scale",
+    "block_attention",
+)
 
 # RoPE types whose table of cosines may simply be made longer.
 _EXTENDABLE_ROPE = ("default", "linear", "llama3")
@@ -43,6 +50,11 @@ def refuse_unsupported(config: CarryoverConfig) -> None:
         raise ValueError(
             f'`carry_from` is "{config.carry_from}"; in vLLM only "states" is supported. Load the drafter with '
             "transformers, or serve it without carry (`carry=False`)."
+        )
+    if config.points_at_carried:
+        raise ValueError(
+            "`carry_pointer` is True; in vLLM, where the drafter is not shown the target's logits, only False is "
+            "supported. Load the drafter with transformers, or serve it without (`carry_pointer=False`)."
         )
     if set(config.layer_types) != {"full_attention"}:
         raise ValueError(

@@ -54,7 +54,8 @@ class CarryoverProposer(DFlashProposer):
         self.block_rows = config.block_size + 1
         _ALIVE.add(self)
         self.carry = bool(config.carry)
-        self.texts = self.looked_up = None
+        self.texts: Texts | None = None
+        self.looked_up: tuple[torch.Tensor, ...] | None = None
         self._runner = runner
         if config.lookup_ngram_size:
             self.texts = Texts(self.limit, config.lookup_ngram_size, config.block_size)
