@@ -30,7 +30,7 @@ RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[1] / "README.md"
 # Re-converged rows a round, and rows of a block, in the paper.
 PAPER_RECONVERGED, PAPER_ROWS = (2.5, 2.8), 15
-DRAFTERS = {"Markov": "markov", "DFlash": "dflash"}
+DRAFTERS = {"Markov, looking up": "lookup", "Markov": "markov", "DFlash": "dflash"}
 
 
 def load(name: str) -> dict | None:
@@ -206,9 +206,9 @@ def probe() -> str | None:
     return pipe_table(["carried", "anchors", "loss", "simulated τ"], body)
 
 
-def end_to_end() -> str | None:
+def end_to_end(name: str) -> str | None:
     """Tokens per second over plain decoding, and of pairs of systems, mean of the sets and all prompts together."""
-    report = load("smollm2-dflash-bench.json")
+    report = load(name)
     if report is None:
         return None
     groups, pairs = report["summary"]["groups"], report["summary"]["comparisons"]
@@ -253,19 +253,21 @@ def sections() -> dict[str, str | None]:
     """Markers and what belongs between them."""
     analysis, bench = load("smollm2-analysis.json"), load("smollm2-bench.json")
     result = {
+        "lookup": acceptance("smollm2-lookup-replay.json"),
         "markov": acceptance("smollm2-markov-replay.json"),
         "dflash": acceptance("smollm2-dflash-replay.json"),
         "scaling": scaling(),
         "reach": reach(analysis, load("smollm2-markov-replay.json")),
         "adapter": adapter(),
         "probe": probe(),
-        "dflash-bench": end_to_end(),
+        "dflash-bench": end_to_end("smollm2-dflash-bench.json"),
         "size": size(),
         "rate": rate(),
         "breakeven": break_even(bench),
         "paper": paper(analysis, load("smollm2-markov-replay.json")),
         "analysis": None if analysis is None else analysis_markdown(analysis).replace("\n## ", "\n### ").rstrip(),
         "bench": None if bench is None else bench_markdown(bench).rstrip(),
+        "lookup-bench": end_to_end("smollm2-lookup-bench.json"),
     }
     result.update(speed())
     for name in ("testbed-b7", "testbed-sources", "testbed-b3", "testbed-b15"):
@@ -284,7 +286,8 @@ def sections() -> dict[str, str | None]:
 
 def main() -> int:
     page = RESULTS / "RESULTS.md"
-    replace_between(README, "<!-- results:begin -->", "<!-- results:end -->", readme(load("smollm2-bench.json")))
+    bench = load("smollm2-lookup-bench.json")
+    replace_between(README, "<!-- results:begin -->", "<!-- results:end -->", readme(bench))
     for name, body in sections().items():
         if body is not None and f"<!-- {name}:begin -->" in page.read_text():
             replace_between(page, f"<!-- {name}:begin -->", f"<!-- {name}:end -->", body)

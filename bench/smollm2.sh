@@ -18,6 +18,9 @@ SEED=${SEED:-1}
 N=${N:-5000}
 BASELINE_STEPS=${BASELINE_STEPS:-1600}
 PAIR_STEPS=${PAIR_STEPS:-300}
+# Longest n-gram that the drafters look up; 0 for none. And whether carried predictions are pointed at.
+NGRAM=${NGRAM:-4}
+POINTER=${POINTER:-true}
 LLM='{"max_model_len": 2048, "max_num_seqs": 192, "enable_chunked_prefill": false, "max_num_batched_tokens": 8192}'
 export PYTHONPATH=$PWD VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-4} VLLM_ENABLE_V1_MULTIPROCESSING=0
 
@@ -46,7 +49,7 @@ train() {
 
 baseline() {
     [ -d "$OUT/baseline/drafter" ] || train --stage baseline --learning_rate 4e-4 --max_steps "$BASELINE_STEPS" \
-        --num_hidden_layers 3 --block_size 7 --markov_rank 64 --draft_vocab_size 16384 \
+        --num_hidden_layers 3 --block_size 7 --markov_rank 64 --draft_vocab_size 16384 --lookup_ngram_size "$NGRAM" \
         --target_layer_ids 1 8 14 20 27 29 --output_dir "$OUT/baseline"
 }
 
@@ -58,7 +61,7 @@ pair() {
         for name in control carryover; do
             local flags=(--stage carryover --learning_rate 3e-4 --max_steps "$PAIR_STEPS" --data_seed "$seed"
                 --carry_cache_dir "$OUT/bank" --first_drafter "$OUT/baseline/drafter")
-            [ "$name" = control ] || flags+=(--carry true --carry_learning_rate_scale 300)
+            [ "$name" = control ] || flags+=(--carry true --carry_pointer "$POINTER" --carry_learning_rate_scale 300)
             first=$OUT/$name-$seed-first second=$OUT/$name-$seed
             [ -d "$first/drafter" ] || train "${flags[@]}" --carry_warmup_steps 40 \
                 --drafter "$OUT/baseline/drafter" --output_dir "$first"

@@ -105,7 +105,7 @@ def test_rounds_equal_those_of_the_generator(name, save, folder, target, plain):
 
 
 def test_mixed_batches_arriving_over_time_with_aborts(save, folder, target, plain):
-    drafter, drafter_folder = save("lookup")
+    drafter, drafter_folder = save("pointer")
     reference = Reference(target, drafter)
     pool = prompts([1 + (11 * i) % 70 for i in range(32)], seed=5)
     expected = plain(pool, 16)
@@ -126,7 +126,7 @@ def test_mixed_batches_arriving_over_time_with_aborts(save, folder, target, plai
 
 
 def test_prefix_caching(save, folder, target, plain):
-    drafter, drafter_folder = save("lookup")
+    drafter, drafter_folder = save("pointer")
     reference = Reference(target, drafter)
     shared = prompts([70], seed=9)[0]
     first = [shared + tail for tail in prompts([3, 9, 20], seed=10)]
@@ -148,7 +148,7 @@ def test_prefix_caching(save, folder, target, plain):
 
 
 def test_chunked_prefill_and_fewer_drafts_than_proposed(save, folder, target, plain):
-    drafter, drafter_folder = save("lookup")
+    drafter, drafter_folder = save("pointer")
     reference = Reference(target, drafter)
     texts = prompts(MIXED, seed=6)
     expected = plain(texts)
@@ -166,7 +166,7 @@ def test_chunked_prefill_and_fewer_drafts_than_proposed(save, folder, target, pl
 
 
 def test_preemption(save, folder, target, plain):
-    drafter, drafter_folder = save("lookup")
+    drafter, drafter_folder = save("pointer")
     reference = Reference(target, drafter)
     texts = prompts([30, 25, 40, 33], seed=7)
     expected = plain(texts, 60)
@@ -181,7 +181,7 @@ def test_preemption(save, folder, target, plain):
 
 
 def test_max_model_len_inside_a_block(save, folder, target):
-    drafter, drafter_folder = save("lookup")
+    drafter, drafter_folder = save("pointer")
     reference = Reference(target, drafter)
     texts = prompts([40, 12, 50, 45], seed=8)
     with engine(folder / "target", max_model_len=64) as llm:
@@ -200,7 +200,7 @@ def test_max_model_len_inside_a_block(save, folder, target):
 
 
 def test_fewer_proposals_than_the_block_holds(save, folder, target, plain):
-    drafter, drafter_folder = save("lookup")
+    drafter, drafter_folder = save("pointer")
     reference = Reference(target, drafter)
     texts = prompts([12, 30, 61])
     expected = plain(texts)

@@ -174,10 +174,10 @@ assert type(Another.__new__(Another, ours, None)) is Another
 config = SimpleNamespace(num_speculative_tokens=3, enable_adaptive_verification=False)
 parallel = SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1)
 whole = SimpleNamespace(speculative_config=config, parallel_config=parallel)
-drafter = SimpleNamespace(block_size=4, lookup_ngram_size=3)
+drafter = SimpleNamespace(block_size=4, lookup_ngram_size=3, carry_pointer=False)
 for change, message in (
     ({}, "must be the drafter's `block_size`, 4, got 3"),
-    ({"num_speculative_tokens": 4}, "`lookup_ngram_size` is 3; in vLLM's V2 model runner only 0"),
+    ({"num_speculative_tokens": 4}, "`lookup_ngram_size` is 3; vLLM's V2 model runner does not"),
     ({"enable_adaptive_verification": True}, "enable_adaptive_verification"),
 ):
     vars(config).update(change)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import VOCAB, tiny_drafter, tiny_llama
 
-from hf_carryover.lookup import lookup_hints
+from hf_carryover.lookup import carried_hints, lookup_hints
 from hf_carryover.modeling_carryover import CarryoverCache
 from hf_carryover.target import TargetHead, gather_features
 
@@ -50,6 +50,13 @@ DRAFTERS = {
     "markov-whole-vocabulary": {"markov_rank": 4, "draft_token_ids": torch.arange(VOCAB)},
     "dflash-reduced-last-layer": {"draft_token_ids": torch.tensor(KEPT_IDS), "target_layer_ids": [1, 3]},
     "lookup": {"markov_rank": 8, "lookup_ngram_size": 3, "draft_token_ids": torch.tensor(KEPT_IDS)},
+    "pointer": {
+        "markov_rank": 8,
+        "lookup_ngram_size": 3,
+        "carry_pointer": True,
+        "draft_token_ids": torch.tensor(KEPT_IDS),
+        "target_layer_ids": [0, 1, 3],
+    },
     "markov-narrow": {
         "markov_rank": 4,
         "hidden_size": 32,
@@ -132,7 +139,7 @@ class Recorder:
     def _record(self, hidden_states, tokens):
         given, proposals = self.given, self.proposer.num_speculative_tokens
         cad, rejected = given["cad"], given["num_rejected_tokens_gpu"]
-        logits = self.proposer.model.draft_logits(hidden_states, self.proposer.looked_up)
+        logits = self.proposer.model.draft_logits(hidden_states, **self.proposer.pointed_at)
         replaced = tokens.clone()
         self.batches.append(len(self.runner.input_batch.req_ids))
         for i, request in enumerate(self.runner.input_batch.req_ids):
@@ -184,9 +191,11 @@ class Reference:
         self.head = TargetHead(target, drafter)
 
     @torch.no_grad()
-    def features(self, ids: list[int]) -> torch.Tensor:
+    def read(self, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features and likeliest next tokens of all rows of a text."""
         output = self.target(torch.tensor([ids]), output_hidden_states=True)
-        return gather_features(output.hidden_states, self.drafter.config.target_layer_ids)
+        features = gather_features(output.hidden_states, self.drafter.config.target_layer_ids)
+        return features, output.logits.argmax(dim=-1)
 
     @torch.no_grad()
     def logits(self, text: list[int], draft: Draft) -> torch.Tensor:
@@ -195,10 +204,12 @@ class Reference:
         assert text[: draft.window_start] + draft.window[: len(draft.window) - draft.rejected] == text[:anchor]
         assert draft.unfinished or draft.anchor == text[anchor]
         cache = CarryoverCache(drafter.config, dtype=torch.float32, device="cpu")
-        features = self.features(text[: draft.window_start] + draft.window)
+        features, predictions = self.read(text[: draft.window_start] + draft.window)
         drafter.commit_window(cache, features, anchor)
         embeds = self.head.embed(torch.tensor([draft.anchor]), drafter.device)
         hints = lookup_hints(self.head, drafter, [np.array([*text[:anchor], draft.anchor])])
+        first, last = torch.tensor([anchor]), torch.tensor([features.shape[1]])
+        hints |= carried_hints(self.head, drafter, predictions, first, last)
         hidden = drafter.draft(cache, embeds, self.head.mask_embeds, **hints)[0]
         return drafter.logits(hidden, self.head.weight, self.head.bias).float()
 

@@ -39,6 +39,11 @@ def is_carryover(speculative_config: Any) -> bool:
     return draft is not None and is_carryover_config(getattr(draft, "hf_config", None))
 
 
+def points_at_carried(config: Any) -> bool:
+    """`config.points_at_carried`, which vLLM's copy of a config does not have."""
+    return bool(config.carry and config.carry_pointer)
+
+
 def refuse_unsupported(config: CarryoverConfig) -> None:
     """
     Refuse what vLLM's DFlash layers can't compute.
@@ -51,10 +56,13 @@ def refuse_unsupported(config: CarryoverConfig) -> None:
             f'`carry_from` is "{config.carry_from}"; in vLLM only "states" is supported. Load the drafter with '
             "transformers, or serve it without carry (`carry=False`)."
         )
-    if config.points_at_carried:
+    last = None if config.num_target_layers is None else config.num_target_layers - 1
+    if config.points_at_carried and config.target_layer_ids[-1] != last:
+        # The drafter is not shown the target's logits there; they can be had of its last layer alone.
         raise ValueError(
-            "`carry_pointer` is True; in vLLM, where the drafter is not shown the target's logits, only False is "
-            "supported. Load the drafter with transformers, or serve it without (`carry_pointer=False`)."
+            f"`carry_pointer` is True and `target_layer_ids` is {config.target_layer_ids}; in vLLM a pointer needs "
+            f"the target's last layer ({last}). Load the drafter with transformers, or serve it without "
+            "(`carry_pointer=False`)."
         )
     if set(config.layer_types) != {"full_attention"}:
         raise ValueError(
@@ -145,6 +153,8 @@ def expected_tensors(config: Any) -> set[str]:
         names |= {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}
     if config.carry:
         names.add("carry_embedding")
+    if points_at_carried(config):
+        names.add("carry_gate")
     if config.mask_token_id is None:
         names.add("mask_embedding")
     if config.lookup_ngram_size:

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.platforms import current_platform
 
-from .config import expected_tensors
+from .config import expected_tensors, points_at_carried
 
 
 def _frozen(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -63,6 +63,8 @@ class CarryoverForVLLM(DFlashQwen3ForCausalLM):
         self.has_own_embed_tokens = self.has_own_lm_head = False
         self.block_rows = config.block_size + 1
         self.carry_embedding = _frozen(d, dtype=dtype) if config.carry else None
+        self.carry_gate = _frozen(config.block_size, d_target, dtype=dtype) if points_at_carried(config) else None
+        self.last_states: torch.Tensor | None = None  # the target's final states of the window, for a pointer
         self.mask_token_embedding = _frozen(d_target, dtype=dtype) if config.mask_token_id is None else None
         looked_up = config.lookup_ngram_size
         self.lookup_scale = _frozen(d_target, dtype=dtype) if looked_up else None
@@ -100,6 +102,7 @@ class CarryoverForVLLM(DFlashQwen3ForCausalLM):
             )
         own = {
             "carry_embedding": self.carry_embedding,
+            "carry_gate": self.carry_gate,
             "mask_embedding": self.mask_token_embedding,
             "lookup_scale": self.lookup_scale,
             "lookup_embedding": self.lookup_embedding,
@@ -183,6 +186,8 @@ class CarryoverForVLLM(DFlashQwen3ForCausalLM):
         if self.taps_last_layer:
             width = self.config.target_hidden_size
             last = self._target[0].model.norm(hidden_states[..., -width:].contiguous())
+            if self.carry_gate is not None:
+                self.last_states = last
             hidden_states = torch.cat([hidden_states[..., :-width], last], dim=-1)
         return super().combine_hidden_states(hidden_states)
 
@@ -236,36 +241,46 @@ class CarryoverForVLLM(DFlashQwen3ForCausalLM):
             rows = rows * (drafted[slots] == token_ids).unsqueeze(-1)
         return rows / rows.square().sum(dim=-1, keepdim=True).clamp(min=1e-12)
 
-    def point(self, hidden_states: torch.Tensor, looked_up) -> torch.Tensor:
+    def predict(self, rows: torch.Tensor) -> torch.Tensor:
+        """The target's likeliest next tokens behind the window rows `rows` `(...)`, from its final states."""
+        logits = self._target[0].compute_logits(self.last_states[rows.flatten()])
+        return logits.argmax(dim=-1).view(rows.shape)
+
+    def point(self, hidden_states: torch.Tensor, looked_up=None, predicted=None) -> torch.Tensor:
         """
-        [`CarryoverDrafter.point`] at what was `looked_up`, for final states `(requests * proposals, hidden_size)`;
-        returns `(requests * proposals, target_hidden_size)`.
+        [`CarryoverDrafter.point`] for states `(requests * proposals, target_hidden_size)`, at what was `looked_up`, as
+        in [`~CarryoverForVLLM.block_embeds`], and `predicted`, tokens `(requests, block_size)` and which exist.
+        """
+        pointers = []
+        if looked_up is not None:
+            gate = self.lookup_gate[(looked_up[1] - 1).clamp(min=0)].unsqueeze(1)
+            pointers.append((gate, looked_up[0], (looked_up[1] > 0).unsqueeze(1)))
+        if predicted is not None:
+            pointers.append((self.carry_gate, *predicted))
+        if not pointers:
+            return hidden_states
+        states = hidden_states.view(pointers[0][1].shape[0], -1, hidden_states.shape[-1])
+        pointed, count = states, states.shape[1]
+        for gate, tokens, exist in pointers:
+            rows = self.head_rows(tokens[:, :count]) * exist[:, :count].unsqueeze(-1)
+            trust = (states * (gate if gate.shape[-2] == 1 else gate[:count])).sum(dim=-1, keepdim=True)
+            pointed = pointed + trust * rows.to(states.dtype)
+        return pointed.flatten(0, 1)
+
+    def head_logits(self, hidden_states: torch.Tensor, **pointed_at) -> torch.Tensor:
+        """
+        Logits `(rows, draft vocabulary)` of final states, without the Markov bias, in the head's dtype; `pointed_at`
+        are the arguments of [`~CarryoverForVLLM.point`].
         """
         if self.head_proj is not None:
             hidden_states = nn.functional.linear(hidden_states, self.head_proj)
-        tokens, sizes = looked_up
-        states = hidden_states.view(tokens.shape[0], -1, hidden_states.shape[-1])
-        rows = self.head_rows(tokens[:, : states.shape[1]]).to(states.dtype)
-        gate = self.lookup_gate[(sizes - 1).clamp(min=0)].unsqueeze(1)
-        trust = (states * gate).sum(dim=-1, keepdim=True)
-        trust = torch.where((sizes > 0)[:, None, None], trust, 0.0)
-        return (states + trust * rows).flatten(0, 1)
-
-    def head_logits(self, hidden_states: torch.Tensor, looked_up=None) -> torch.Tensor:
-        """
-        Logits `(rows, draft vocabulary)` of final states, without the Markov bias, in the head's dtype; `looked_up` as
-        in [`~CarryoverForVLLM.block_embeds`].
-        """
-        if looked_up is not None:
-            hidden_states = self.point(hidden_states, looked_up)
-        elif self.head_proj is not None:
-            hidden_states = nn.functional.linear(hidden_states, self.head_proj)
+        hidden_states = self.point(hidden_states, **pointed_at)
         bias = getattr(self.lm_head, "bias", None)
         return self.logits_processor(self.lm_head, hidden_states, bias)
 
-    def draft_logits(self, hidden_states: torch.Tensor, looked_up=None) -> torch.Tensor:
+    def draft_logits(self, hidden_states: torch.Tensor, **pointed_at) -> torch.Tensor:
         """[`~CarryoverForVLLM.head_logits`] in float32."""
-        return self.head_logits(hidden_states, looked_up).float()
+        return self.head_logits(hidden_states, **pointed_at).float()
 
     def in_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """Draft logits `(rows, draft vocabulary)` over the target's vocabulary, -inf where nothing can be drafted."""

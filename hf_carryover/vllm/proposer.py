@@ -55,7 +55,7 @@ class CarryoverProposer(DFlashProposer):
         _ALIVE.add(self)
         self.carry = bool(config.carry)
         self.texts: Texts | None = None
-        self.looked_up: tuple[torch.Tensor, ...] | None = None
+        self.pointed_at: dict[str, tuple[torch.Tensor, ...]] = {}
         self._runner = runner
         if config.lookup_ngram_size:
             self.texts = Texts(self.limit, config.lookup_ngram_size, config.block_size)
@@ -116,16 +116,28 @@ class CarryoverProposer(DFlashProposer):
         self._window_positions, self._window_slots = target_positions, layout.window_slots
         rows = requests * self.block_rows
         self.positions[:rows] = layout.positions.flatten().clamp(max=self.limit - 1)
-        self.looked_up = None
+        self.pointed_at = {}
         if self.texts is not None:
             batch, starts = self._runner.input_batch, cad.query_start_loc[: requests + 1]
             window = (target_token_ids, target_positions, starts, num_rejected_tokens_gpu, next_token_ids)
             found = self.texts.look_up(batch.req_ids[:requests], batch.token_ids_cpu, *window)
-            self.looked_up = tuple(part.to(self.device) for part in found)
-        self._block_embeds[:rows] = self.model.block_embeds(next_token_ids, self.looked_up).flatten(0, 1)
+            self.pointed_at["looked_up"] = tuple(part.to(self.device) for part in found)
+        if self.model.carry_gate is not None:
+            self.pointed_at["predicted"] = self._predictions(cad.query_start_loc[1 : requests + 1], layout)
+        looked_up = self.pointed_at.get("looked_up")
+        self._block_embeds[:rows] = self.model.block_embeds(next_token_ids, looked_up).flatten(0, 1)
         wanted = torch.arange(1, self.num_speculative_tokens + 1, device=self.device)
         starts = torch.arange(0, rows, self.block_rows, device=self.device)
         return rows, (starts.unsqueeze(1) + wanted).flatten(), self._block_metadata(cad, layout, requests)
+
+    def _predictions(self, ends: torch.Tensor, layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's tokens behind each request's carried rows, `(requests, block_size)`, and which exist."""
+        ends = ends.long()
+        before = torch.cat([ends.new_zeros(1), layout.carried.long().cumsum(dim=0)])
+        carried = before[ends] - before[torch.cat([ends.new_zeros(1), ends[:-1]])]
+        rows = (ends - carried).unsqueeze(1) + torch.arange(self.block_rows - 1, device=ends.device)
+        exist = rows < ends.unsqueeze(1)
+        return self.model.predict(torch.where(exist, rows, 0)), exist
 
     def _block_metadata(self, cad: CommonAttentionMetadata, layout: BlockLayout, requests: int):
         upper = cad.seq_lens_cpu_upper_bound
@@ -162,7 +174,7 @@ class CarryoverProposer(DFlashProposer):
         self, hidden_states: torch.Tensor, sampling_metadata: SamplingMetadata
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         requests, model = self._anchors.shape[0], self.model
-        logits = model.draft_logits(hidden_states, self.looked_up).view(requests, self.num_speculative_tokens, -1)
+        logits = model.draft_logits(hidden_states, **self.pointed_at).view(requests, self.num_speculative_tokens, -1)
         draws = self._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy
         tokens, probs = draw_blocks(
             logits,

@@ -58,11 +58,12 @@ class CarryoverSpeculator(DFlashSpeculator):
                 raise ValueError(
                     f"`{name}` is {getattr(parallel, name)}; a Carryover drafter works with tensor parallelism only."
                 )
-        if config.lookup_ngram_size:
-            raise ValueError(
-                f"`lookup_ngram_size` is {config.lookup_ngram_size}; in vLLM's V2 model runner only 0 is supported. "
-                "Set VLLM_USE_V2_MODEL_RUNNER=0."
-            )
+        for name in ("lookup_ngram_size", "carry_pointer"):
+            if getattr(config, name):
+                raise ValueError(
+                    f"`{name}` is {getattr(config, name)}; vLLM's V2 model runner does not support it. Set "
+                    "VLLM_USE_V2_MODEL_RUNNER=0."
+                )
         if speculative.enable_adaptive_verification:
             raise ValueError("`enable_adaptive_verification` is not supported with a Carryover drafter.")
 
