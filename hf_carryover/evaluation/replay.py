@@ -135,6 +135,11 @@ class Replay:
         self.head = TargetHead(self.target.model, drafter)
         self.generator = torch.Generator(device=drafter.device)
 
+    @property
+    def verifies(self) -> bool:
+        """Whether rejected rows are verified, which needs the target's cache."""
+        return self.drafter.config.carry
+
     @torch.no_grad()
     def __call__(self, recordings, batch_size: int = 16) -> list[ReplayedResponse]:
         """
@@ -376,7 +381,7 @@ def replay_together(
                 recorded[key] = replay.target.record(
                     batch["input_ids"],
                     batch["attention_mask"],
-                    keep_cache=any(one.drafter.config.carry for one in alike),
+                    keep_cache=any(one.verifies for one in alike),
                     keep_logits=any(one.temperature > 0 for one in alike),
                 )
             replayed = replay.rounds(batch, recorded[key], [names[i] for i in chosen])
