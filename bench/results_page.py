@@ -21,7 +21,7 @@ from hf_carryover.evaluation.summary import markdown as bench_markdown
 from hf_carryover.testbed.command import table as testbed_table
 
 from . import adapter as adapter_bench
-from . import batch, draft_step, reading, training_step
+from . import batch, ceiling, draft_step, reading, training_step
 from . import vllm as vllm_bench
 from .model_cards import replace_between
 
@@ -118,6 +118,8 @@ SCALING = (
     ("control-200", "carryover-200", "Markov: baseline 2500, pair 200"),
     ("control-300", "carryover-300", "Markov: baseline 2500, pair 300"),
 )
+# Its last rows, of `smollm2-lookup-replay.json`: what is carried, and the name of the drafter.
+SCALING_LOOKUP = (("states", "states"), ("carryover", "states, predictions pointed at"))
 
 
 def scaling() -> str | None:
@@ -132,6 +134,14 @@ def scaling() -> str | None:
             taus = [cell(acceptance.estimate(key, MEAN).to_dict()) for key in (control, carryover)]
             gain = cell(acceptance.change(carryover, control, MEAN).to_dict(), "{:+.1%}")
             body.append([trained, *taus, gain])
+    looking_up = load("smollm2-lookup-replay.json")
+    for name, what in () if looking_up is None else SCALING_LOOKUP:
+        systems = looking_up["results"]["greedy"]
+        if name in systems:
+            acceptance = Acceptance({key: systems[key] for key in ("control", name)}, (HELD_OUT,))
+            taus = [cell(acceptance.estimate(key, MEAN).to_dict()) for key in ("control", name)]
+            gain = cell(acceptance.change(name, "control", MEAN).to_dict(), "{:+.1%}")
+            body.append([f"Markov that looks up: baseline 3500, pair 200, {what}", *taus, gain])
     return pipe_table(["steps of 256 anchors", "τ control", "τ carryover", "gain"], body)
 
 
@@ -278,6 +288,8 @@ def sections() -> dict[str, str | None]:
         result[name] = None if report is None else vllm_bench.report(report).replace("## ", "#### ").rstrip()
     read = load("reading.json")
     result["reading"] = None if read is None else reading.tables(read)
+    most = load("ceiling.json")
+    result["ceiling"] = None if most is None else ceiling.table(most)
     for name in ("adapter-testbed", "adapter-testbed-8"):
         report = load(f"{name}.json")
         result[name] = None if report is None else adapter_bench.gains(report)

@@ -1,5 +1,6 @@
 """What is there to carry: the target's words at rejected rows, set against the proposals they compete with."""
 
+import itertools
 import json
 
 import torch
@@ -33,7 +34,7 @@ def test_words_are_the_targets():
     (plain,) = Replay(drafter, target)(texts)
     assert response.accepted == plain.accepted
     ids, checked = texts[0]["input_ids"], 0
-    for before, after in zip(seen, seen[1:]):
+    for before, after in itertools.pairwise(seen):
         anchor, accepted = int(before.anchors[0]), int(before.accepted[0])
         block = [*ids[: anchor + 1], *before.proposals[0].tolist()]
         said = target(torch.tensor([block])).logits[0].argmax(dim=-1).tolist()
