@@ -51,8 +51,8 @@ from .training.chat import normalize_tools, place_tools
 
 MODEL_CARDS = Path(__file__).resolve().parent.parent / "model_cards"
 DEFAULT_DRAFTERS = {
-    "control": MODEL_CARDS / "smollm2-135m-markov-control",
-    "carryover": MODEL_CARDS / "smollm2-135m-markov-carryover",
+    "control": MODEL_CARDS / "smollm2-135m-lookup-control",
+    "carryover": MODEL_CARDS / "smollm2-135m-lookup-carryover",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WARM_UP_TOKENS = 8

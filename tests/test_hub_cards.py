@@ -1,11 +1,12 @@
 """R37: what somebody wrote into a card on the Hub is not replaced by a generated one."""
 
 import pytest
+from conftest import tiny_drafter, tiny_llama
 from hub_server import TOKEN
 from huggingface_hub import HfApi, ModelCardData, metadata_load
 from test_hub import BASE, NAME, drafter, hub, other, push  # noqa: F401 (fixtures)
 
-from hf_carryover.hub.card import is_edited, stamp
+from hf_carryover.hub.card import is_edited, model_card, stamp
 
 
 def card_of(hub):  # noqa: F811
@@ -70,3 +71,14 @@ def test_a_repository_that_began_with_a_licence_gets_a_card(hub, drafter, tmp_pa
     push(drafter)
     (tmp_path / "README.md").write_text(card_of(hub))
     assert metadata_load(tmp_path / "README.md")["base_model"] == BASE
+
+
+ADDED = {"plain": {}, "lookup": {"lookup_ngram_size": 3}, "pointer": {"carry_pointer": True}}
+
+
+@pytest.mark.parametrize("added", ADDED.values(), ids=ADDED)
+def test_cards_say_what_a_drafter_adds_and_what_serves_it(added):
+    card = str(model_card(tiny_drafter(tiny_llama(), **added), "user/drafter", base_model="user/target"))
+    assert ("VLLM_USE_V2_MODEL_RUNNER=0 vllm serve" in card) == bool(added)
+    assert ("n-grams of up to 3 tokens looked up" in card) == ("lookup_ngram_size" in added)
+    assert ("points at the target's predictions there" in card) == ("carry_pointer" in added)

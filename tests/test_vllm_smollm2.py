@@ -42,14 +42,14 @@ def texts(smollm2):
     return [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
 
 
-@pytest.mark.parametrize("kind", ["carryover", "control"])
+@pytest.mark.parametrize("kind", ["lookup-carryover", "markov-control"])
 def test_rounds_equal_those_of_generate(kind, smollm2, texts):
     """Float32: the same text, and in every round the same number of accepted proposals, one by one and in a batch."""
     from transformers import AutoModelForCausalLM
 
     from hf_carryover import CarryoverDrafter
 
-    folder = CARDS / f"smollm2-135m-markov-{kind}"
+    folder = CARDS / f"smollm2-135m-{kind}"
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     drafter = CarryoverDrafter.from_pretrained(folder, dtype=torch.float32)
     reference, expected, rounds = Reference(model, drafter), [], []
@@ -81,7 +81,7 @@ def test_rounds_equal_those_of_generate(kind, smollm2, texts):
 def server(smollm2, tmp_path_factory):
     """`vllm serve`, as a user starts it, with the method and the number of proposals left out."""
     arguments = ["--max-model-len", "1024", "--max-num-seqs", "32", "--enforce-eager", "--dtype", "bfloat16"]
-    arguments += ["--speculative-config", json.dumps({"model": str(CARDS / "smollm2-135m-markov-carryover")})]
+    arguments += ["--speculative-config", json.dumps({"model": str(CARDS / "smollm2-135m-lookup-carryover")})]
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     with Server(str(smollm2), arguments, tmp_path_factory.mktemp("server") / "log", env) as started:
         yield started.wait()

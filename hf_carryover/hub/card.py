@@ -139,6 +139,7 @@ def model_card(
         base_model=base_model or "TARGET",
         place=place or name,
         block_size=drafter.config.block_size,
+        serve_with=_serve_with(drafter),
         role=_role(drafter),
         shape=_shape(drafter),
         head=_head(drafter),
@@ -160,6 +161,12 @@ def _role(drafter: CarryoverDrafter) -> str:
     }[drafter.config.carry_from]
     also = ", and points at the target's predictions there" if drafter.config.points_at_carried else ""
     return f"It reads {what} at the rows the round before rejected (carry on){also}."
+
+
+def _serve_with(drafter: CarryoverDrafter) -> str:
+    """What stands in front of `vllm serve`: drafters that look up or point need the V1 model runner."""
+    needs_v1 = drafter.config.lookup_ngram_size or drafter.config.points_at_carried
+    return "VLLM_USE_V2_MODEL_RUNNER=0 " if needs_v1 else ""
 
 
 def _shape(drafter: CarryoverDrafter) -> str:
