@@ -150,6 +150,10 @@ def build_drafter(arguments: DrafterArguments, target, recordings) -> CarryoverD
         return drafter_from_target(target, draft_token_ids=token_ids, **{"carry": False, **given})
     carry = {name: given.pop(name) for name in CARRY_FLAGS if name in given}
     drafter = _load("drafter", arguments.drafter, CarryoverDrafter, dtype=torch.float32, **carry)
+    if given.get("lookup_ngram_size") and not drafter.config.lookup_ngram_size:
+        # Added to the checkpoint rather than another shape of it: an adapter's base keeps its name.
+        carry["lookup_ngram_size"] = given.pop("lookup_ngram_size")
+        drafter = _load("drafter", arguments.drafter, CarryoverDrafter, dtype=torch.float32, **carry)
     if given or token_ids is not None:
         drafter = reshape_drafter(drafter, draft_token_ids=token_ids, **given)
     return drafter

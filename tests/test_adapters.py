@@ -15,6 +15,7 @@ from training_helpers import losses_of, make_arguments, make_trainer, random_row
 
 from hf_carryover import CarryoverDrafter
 from hf_carryover.adapters import LINEAR_MAPS, add_adapter, digest
+from hf_carryover.train import build_drafter, parse
 from hf_carryover.training.trainer import CarryoverTrainer
 
 
@@ -86,6 +87,30 @@ def test_loads_with_its_base(carry, target, base, tmp_path, monkeypatch):
     assert rounds_of(loaded, target, monkeypatch) == rounds_of(trainer.drafter, target, monkeypatch)
     want = plain(target, prompt_ids(), max_new_tokens=24).tolist()
     assert assisted(target, prompt_ids(), loaded, max_new_tokens=24).tolist() == want
+
+
+def test_what_looking_up_and_pointing_add_belongs_to_the_adapter(target, base, tmp_path, monkeypatch):
+    """Through the command, from a base that has neither: the adapter's folder names its base and brings both."""
+    rows = random_rows([14, 18, 22, 16])
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = ["--target", "TARGET", "--recordings", str(tmp_path / "rows.jsonl"), "--drafter", str(base), "--lora_rank"]
+    argv += ["4", "--carry", "true", "--carry_pointer", "true", "--lookup_ngram_size", "3", "--stage", "carryover"]
+    arguments, args = parse([*argv, "--output_dir", str(tmp_path / "run"), "--use_cpu", "true", "--held_out", "0"])
+    drafter = build_drafter(arguments, target, rows)
+    args.max_steps, args.learning_rate, args.report_to = 4, 1e-2, []
+    trainer = CarryoverTrainer(drafter, target, args, train_dataset=rows, peft_config=lora())
+    trainer.train()
+    trainer.save_model(str(tmp_path / "adapter"))
+    loaded = CarryoverDrafter.from_pretrained(tmp_path / "adapter")
+    assert loaded.config.lookup_ngram_size == 3 and loaded.config.points_at_carried
+    for name in ("lookup_scale", "lookup_embedding", "lookup_gate", "carry_gate", "carry_embedding"):
+        assert torch.equal(getattr(loaded, name), getattr(drafter, name)), name
+    assert (loaded.lookup_scale != 1).any() and loaded.lookup_gate.any() and loaded.carry_gate.any()
+    assert rounds_of(loaded, target, monkeypatch) == rounds_of(drafter.eval(), target, monkeypatch)
+    merged = loaded.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    again = CarryoverDrafter.from_pretrained(tmp_path / "merged")
+    assert rounds_of(again, target, monkeypatch) == rounds_of(drafter, target, monkeypatch)
 
 
 def test_size(target, base, tmp_path):
