@@ -118,7 +118,7 @@ SCALING = (
     ("control-200", "carryover-200", "Markov: baseline 2500, pair 200"),
     ("control-300", "carryover-300", "Markov: baseline 2500, pair 300"),
 )
-# Its last rows, of `smollm2-lookup-replay.json`: what is carried, and the name of the drafter.
+# Its last rows, of `smollm2-lookup-states.json`: the name of the drafter, and what is carried.
 SCALING_LOOKUP = (("states", "states"), ("carryover", "states, predictions pointed at"))
 
 
@@ -134,7 +134,7 @@ def scaling() -> str | None:
             taus = [cell(acceptance.estimate(key, MEAN).to_dict()) for key in (control, carryover)]
             gain = cell(acceptance.change(carryover, control, MEAN).to_dict(), "{:+.1%}")
             body.append([trained, *taus, gain])
-    looking_up = load("smollm2-lookup-replay.json")
+    looking_up = load("smollm2-lookup-states.json")
     for name, what in () if looking_up is None else SCALING_LOOKUP:
         systems = looking_up["results"]["greedy"]
         if name in systems:

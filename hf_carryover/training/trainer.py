@@ -329,13 +329,22 @@ class CarryoverTrainer(DraftVerifyDraft):
 
     def create_optimizer(self, *args, **kwargs):
         """
-        The optimizer of `Trainer`, with `fc.weight`, or what an adapter adds to it, and what only carried rows use in
-        groups of their own where their learning rates are scaled.
+        The optimizer of `Trainer`, with `fc.weight`, or what an adapter adds to it, what only carried rows use, and
+        what looking up and pointing add in groups of their own where their learning rates are scaled.
         """
         optimizer = super().create_optimizer(*args, **kwargs)
         scaled = {
             "fc": (self.args.fc_learning_rate_scale, self.drafter.fc.parameters()),
             "carry": (self.args.carry_learning_rate_scale, [self.drafter.carry_embedding]),
+            "pointer": (
+                self.args.pointer_learning_rate_scale,
+                [
+                    self.drafter.carry_gate,
+                    self.drafter.lookup_scale,
+                    self.drafter.lookup_embedding,
+                    self.drafter.lookup_gate,
+                ],
+            ),
         }
         if self.drafter.carry_proj is not None and self.args.carry_learning_rate_scale != 1.0:
             scale = self.args.carry_learning_rate_scale / self._embedding_reach()
