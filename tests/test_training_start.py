@@ -91,7 +91,18 @@ def test_learning_rate_of_what_carried_rows_use(target, tmp_path, scale, rest, m
     assert moved == pytest.approx({name: 0.01 * factor for name, factor in expected.items()}, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["fc_learning_rate_scale", "carry_learning_rate_scale"])
+@pytest.mark.parametrize("muon", [False, True])
+def test_learning_rate_of_what_looking_up_adds(target, tmp_path, muon):
+    drafter = tiny_drafter(target, block_size=3, carry=False, lookup_ngram_size=2)
+    parts = ("lookup_scale", "lookup_embedding", "lookup_gate")
+    expected = {**dict.fromkeys(parts, 0.05), "norm.weight": 0.01}
+    moved = moved_by_one_step(target, drafter, tmp_path, expected, pointer_learning_rate_scale=5.0, muon=muon)
+    assert moved == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "name", ["fc_learning_rate_scale", "carry_learning_rate_scale", "pointer_learning_rate_scale"]
+)
 @pytest.mark.parametrize("scale", [0.0, -1.0])
 def test_scale_must_be_positive(tmp_path, scale, name):
     with pytest.raises(ValueError, match=f"`{name}` must be positive, got {scale}"):
