@@ -125,6 +125,7 @@ def test_info_of_a_drafter(llama, tmp_path, capsys):
         "format": "carryover",
         "carry": "on, from states",
         "proposals": "4 a round, own position",
+        "lookup": "off",
         "layers": "2 of width 32",
         "target": "4 layers of width 32, tapped at [1]",
         "vocabulary": "32 of 64 tokens",
