@@ -51,9 +51,9 @@ class CarryoverTrainingArguments(TrainingArguments):
             (SmolLM2: 300). The map of carried tokens gets that much less as its inputs add up to, so that a step of
             either moves the fused state alike.
         pointer_learning_rate_scale (`float`, *optional*, defaults to 1.0):
-            Factor on the learning rate of what looking up and pointing add: their scales, embeddings and gates. They are
-            new in a drafter that is otherwise trained, and few: on SmolLM2 a rate of about 2e-3 for them, 5 to 7 times
-            that of the rest, learned to point much sooner.
+            Factor on the learning rate of what looking up and pointing add: their scales, embeddings and gates. They
+            are new in a drafter that is otherwise trained, and few: on SmolLM2 a rate of about 2e-3 for them, 5 to 7
+            times that of the rest, learned to point much sooner.
         draft_temperature (`float`, *optional*, defaults to 0.0):
             Temperature of the first draft's proposals; 0 takes the likeliest tokens. Draws depend on the seed, the
             step and the example alone, as anchors do.
