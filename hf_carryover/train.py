@@ -259,6 +259,8 @@ def write_record(
 ) -> None:
     """Write `training.json`, with the drafter's own config, and `training_log.jsonl`."""
     chosen = training_choices(args)
+    if chosen.get("first_drafter"):
+        chosen["first_drafter"] = _place(chosen["first_drafter"], 2)
     data = asdict(arguments)
     # Names of folders, not their places: those differ on every machine. A Hub id stays as it is.
     data["recordings"] = [_place(name, 1) for name in data["recordings"]]

@@ -124,6 +124,17 @@ def test_run_leaves_a_drafter_and_its_record(folder, baseline):
     assert [entry["step"] for entry in log if "loss" in entry] == [1, 2, 3, 4]
 
 
+def test_no_record_names_a_place_of_this_machine(folder, baseline):
+    """Whatever argument a path came in by."""
+    places = {"carry_cache_dir": folder / "bank", "feature_cache_dir": folder / "features"}
+    common = {"stage": "carryover", "max_steps": 1, "save_strategy": "no", "drafter": baseline / "drafter", **places}
+    argv = flags(folder, "banked", first_drafter=baseline / "drafter", carry=True, lookup_ngram_size=2, **common)
+    assert main(argv) == 0
+    text = (folder / "banked" / "training.json").read_text()
+    assert str(folder) not in text
+    assert json.loads(text)["training_arguments"]["first_drafter"] == "baseline/drafter"
+
+
 def test_carryover_and_control_go_on_from_the_baseline(folder, baseline):
     """From one checkpoint, with and without carry; without the flag a drafter stays what it is."""
     start = load_file(baseline / "drafter" / "model.safetensors")
