@@ -18,6 +18,9 @@ SEED=${SEED:-1}
 N=${N:-5000}
 BASELINE_STEPS=${BASELINE_STEPS:-1600}
 PAIR_STEPS=${PAIR_STEPS:-300}
+# Recordings kept for evaluation. With N=16 HELD_OUT=4 BASELINE_STEPS=2 PAIR_STEPS=2 PAIR_SEEDS=0 and a few prompts the whole
+# script takes ten minutes.
+HELD_OUT=${HELD_OUT:-100}
 # Longest n-gram that the drafters look up; 0 for none. And whether carried predictions are pointed at.
 NGRAM=${NGRAM:-4}
 POINTER=${POINTER:-true}
@@ -44,7 +47,7 @@ train() {
         --use_cpu "${USE_CPU:-true}" --train_sampling_strategy group_by_length --adam_beta2 0.98 --weight_decay 0.01 \
         --fc_learning_rate_scale 0.05 --anchors_per_response 64 --per_device_train_batch_size 4 --warmup_steps 30 \
         --lr_scheduler_type linear --logging_steps 20 --save_steps 100 --save_total_limit 2 --report_to none \
-        --feature_cache_dir "$OUT/features" "$@"
+        --feature_cache_dir "$OUT/features" --held_out "$HELD_OUT" "$@"
 }
 
 baseline() {
@@ -63,7 +66,7 @@ pair() {
                 --carry_cache_dir "$OUT/bank" --first_drafter "$OUT/baseline/drafter")
             [ "$name" = control ] || flags+=(--carry true --carry_pointer "$POINTER" --carry_learning_rate_scale 300)
             first=$OUT/$name-$seed-first second=$OUT/$name-$seed
-            [ -d "$first/drafter" ] || train "${flags[@]}" --carry_warmup_steps 40 \
+            [ -d "$first/drafter" ] || train "${flags[@]}" --carry_warmup_steps "$((PAIR_STEPS < 40 ? PAIR_STEPS : 40))" \
                 --drafter "$OUT/baseline/drafter" --output_dir "$first"
             [ -d "$second/drafter" ] || train "${flags[@]}" --drafter "$first/drafter" --output_dir "$second"
         done
