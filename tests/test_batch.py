@@ -202,13 +202,17 @@ def test_custom_stopping_criteria_see_every_prefix():
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("draft_sampling", ["sample", "argmax"])
-def test_sampled_tokens_have_the_targets_distribution(draft_sampling):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"draft_sampling": "argmax"}, {"lookup_ngram_size": 2, "carry_pointer": True}],
+    ids=["sample", "argmax", "pointer"],
+)
+def test_sampled_tokens_have_the_targets_distribution(options):
     """
     First two new tokens of 2 x 2500 sampled sequences against exact enumeration; chi-square below its 99.99 % point.
     """
     target = tiny_llama(vocab_size=8)
-    drafter = tiny_drafter(target, block_size=3, draft_sampling=draft_sampling, mask_token_id=None)
+    drafter = tiny_drafter(target, block_size=3, mask_token_id=None, **options)
     batch = prompts(5, 3, vocab=8)
     count = 2500
     torch.manual_seed(0)

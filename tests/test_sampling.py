@@ -109,6 +109,7 @@ def check_distribution(drafter, options: dict, draws: int, **generate_options) -
 
 QUICK = {
     "temperature_top_k_markov": ({"temperature": 0.7, "top_k": 3}, {"markov_rank": 2}),
+    "looks_up_and_points": ({}, {"lookup_ngram_size": 2, "carry_pointer": True, "markov_rank": 2}),
     "reduced_vocabulary": ({}, {"draft_token_ids": torch.tensor([0, 2, 5]), "markov_rank": 2}),
 }
 SLOW = {
@@ -122,6 +123,8 @@ SLOW = {
     "argmax_top_k": ({"top_k": 3}, {"draft_sampling": "argmax"}),
     "top_k_and_reduced_vocabulary": ({"top_k": 3}, {"draft_token_ids": torch.tensor([0, 2, 5])}),
     "carries_predictions": ({}, {"carry_from": "states_and_predictions", "markov_rank": 2}),
+    "looks_up_top_k": ({"top_k": 3}, {"lookup_ngram_size": 3, "carry": False}),
+    "points_argmax": ({}, {"carry_pointer": True, "draft_sampling": "argmax"}),
     "carries_proposals": ({}, {"carry_from": "proposals"}),
     **QUICK,
 }

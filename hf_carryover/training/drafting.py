@@ -264,8 +264,8 @@ class DraftVerifyDraft(Trainer):
             accepted=shifted.first_accepted,
             verify=rejected,
         )
-        token = self.drafter.config.carried_token
         config = self.drafter.config
+        token = config.carried_token
         predict = token == "prediction" or config.points_at_carried
         features, predictions = self.target.verify(recorded, branches, predict=predict)
         finite = torch.isfinite(features).flatten(1).all(dim=1)

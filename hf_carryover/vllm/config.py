@@ -14,14 +14,7 @@ ARCHITECTURE = "CarryoverDrafter"
 ARCHITECTURES = (ARCHITECTURE, f"DFlash{ARCHITECTURE}")
 
 # What converted drafters may have and the plugin does not compute.
-_AS_USUAL = (
-    "anchor_first",
-    "own_head",
-    "logit_scale",
-    "logit_softcapping",
-    "embedding_scale",
-    "block_attention",
-)
+_AS_USUAL = ("anchor_first", "own_head", "logit_scale", "logit_softcapping", "embedding_scale", "block_attention")
 
 # RoPE types whose table of cosines may simply be made longer.
 _EXTENDABLE_ROPE = ("default", "linear", "llama3")
