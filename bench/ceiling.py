@@ -16,21 +16,16 @@ same. Behind the first of them the target says a word for the position that is d
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import Counter
-from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from hf_carryover import CarryoverDrafter, load_recordings
-from hf_carryover.evaluation.analysis import choose_recordings
-from hf_carryover.evaluation.machine import describe_machine, provenance
+from hf_carryover import CarryoverDrafter
 from hf_carryover.evaluation.replay import Replay, ReplayedRound
-from hf_carryover.evaluation.replay_command import named
 from hf_carryover.evaluation.summary import pipe_table
 from hf_carryover.training.verification import Branches
+
+from .along_answers import run
 
 
 RANKS = (2, 4, 8, 32)
@@ -134,28 +129,17 @@ def table(report: dict) -> str:
     return "\n\n".join(parts)
 
 
+def measure(folder, target, recordings, batch_size: int) -> dict:
+    """The entry of one drafter, whose carry, if it has one, is left out."""
+    drafter = CarryoverDrafter.from_pretrained(folder, carry=False, dtype=target.dtype).eval()
+    ceiling = Ceiling(drafter)
+    ceiling.replay = WatchedReplay(drafter, target, observers=[ceiling])
+    ceiling.replay(recordings, batch_size=batch_size)
+    return ceiling.result()
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--recordings", required=True, help="greedy answers, by prompt set")
-    parser.add_argument("--drafter", nargs="+", required=True, metavar="NAME=DIR", help="drafters without carry")
-    parser.add_argument("--per_set", type=int, default=6, help="recordings of each set (default: 6)")
-    parser.add_argument("--batch_size", type=int, default=48)
-    parser.add_argument("--output", metavar="FILE.json")
-    options = parser.parse_args(argv)
-    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.bfloat16).eval()
-    recordings = choose_recordings(load_recordings(options.recordings), options.per_set)
-    report: dict = {"per_set": options.per_set, "machine": describe_machine(), **provenance(), "drafters": {}}
-    for name, folder in named(options.drafter, "--drafter").items():
-        drafter = CarryoverDrafter.from_pretrained(folder, carry=False, dtype=target.dtype).eval()
-        ceiling = Ceiling(drafter)
-        ceiling.replay = WatchedReplay(drafter, target, observers=[ceiling])
-        ceiling.replay(recordings, batch_size=options.batch_size)
-        report["drafters"][name] = ceiling.result()
-    print(table(report))
-    if options.output:
-        Path(options.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0
+    return run(argv, __doc__, measure, table)
 
 
 if __name__ == "__main__":

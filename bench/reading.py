@@ -13,23 +13,18 @@ What a drafter reads of its target, and what it misses.
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
-
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
-from hf_carryover import CarryoverDrafter, load_recordings
-from hf_carryover.evaluation.analysis import choose_recordings, prompt_set
+from hf_carryover import CarryoverDrafter
+from hf_carryover.evaluation.analysis import prompt_set
 from hf_carryover.evaluation.bootstrap import PairedBootstrap, ratio
-from hf_carryover.evaluation.machine import describe_machine, provenance
 from hf_carryover.evaluation.replay import Replay, ReplayedResponse
-from hf_carryover.evaluation.replay_command import named
 from hf_carryover.evaluation.summary import cell, pipe_table
+from hf_carryover.lookup import look_up
 from hf_carryover.training.verification import FrozenTarget
 
+from .along_answers import run
 from .carry_size import rms
 
 
@@ -55,15 +50,6 @@ def taps(drafter: CarryoverDrafter, target, recordings) -> list[dict]:
     ]
 
 
-def look_up(ids: list[int], anchor: int, words: int = 2) -> int | None:
-    """The token behind the last earlier place of the `words` tokens that end at `anchor`, `None` without one."""
-    key = ids[anchor - words + 1 : anchor + 1]
-    for end in range(anchor - 1, words - 2, -1):
-        if ids[end - words + 1 : end + 1] == key:
-            return ids[end + 1]
-    return None
-
-
 def count_copies(response: ReplayedResponse, ids: list[int], mask: list[int]) -> dict[str, list[int]]:
     """Rounds of a response, and first proposals accepted, by kind: `{kind: [rounds, accepted]}`."""
     counts = {kind: [0, 0] for kind in KINDS}
@@ -71,8 +57,8 @@ def count_copies(response: ReplayedResponse, ids: list[int], mask: list[int]) ->
     for accepted, committed in zip(response.accepted, response.committed, strict=True):
         if anchor + 1 >= len(ids):
             break
-        found = look_up(ids, anchor)
-        kind = "none" if found is None else "right" if found == ids[anchor + 1] else "wrong"
+        found, size = look_up(np.array(ids[: anchor + 1]), 2, 1)
+        kind = "none" if size < 2 else "right" if found[0] == ids[anchor + 1] else "wrong"
         counts[kind][0] += 1
         counts[kind][1] += accepted > 0
         anchor += committed
@@ -113,28 +99,14 @@ def tables(report: dict) -> str:
     return "\n\n".join([*parts, pipe_table(head, body)])
 
 
+def measure(folder, target, recordings, batch_size: int) -> dict:
+    """The entry of one drafter."""
+    drafter = CarryoverDrafter.from_pretrained(folder, dtype=target.dtype).eval()
+    return {"taps": taps(drafter, target, recordings), "copies": copies(drafter, target, recordings, batch_size)}
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--recordings", required=True, help="greedy answers, by prompt set")
-    parser.add_argument("--drafter", nargs="+", required=True, metavar="NAME=DIR")
-    parser.add_argument("--per_set", type=int, default=6, help="recordings of each set (default: 6)")
-    parser.add_argument("--batch_size", type=int, default=48)
-    parser.add_argument("--output", metavar="FILE.json")
-    options = parser.parse_args(argv)
-    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.bfloat16).eval()
-    recordings = choose_recordings(load_recordings(options.recordings), options.per_set)
-    report: dict = {"per_set": options.per_set, "machine": describe_machine(), **provenance(), "drafters": {}}
-    for name, folder in named(options.drafter, "--drafter").items():
-        drafter = CarryoverDrafter.from_pretrained(folder, dtype=target.dtype).eval()
-        report["drafters"][name] = {
-            "taps": taps(drafter, target, recordings),
-            "copies": copies(drafter, target, recordings, options.batch_size),
-        }
-    print(tables(report))
-    if options.output:
-        Path(options.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0
+    return run(argv, __doc__, measure, tables)
 
 
 if __name__ == "__main__":

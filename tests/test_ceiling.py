@@ -2,9 +2,14 @@
 
 import itertools
 import json
+import sys
+from pathlib import Path
 
 import torch
 from tiny_targets import prompt_ids, tiny_drafter, tiny_llama
+
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # `bench` is not part of the installed package
 
 from bench.ceiling import Ceiling, WatchedReplay, aligned, table
 from hf_carryover.evaluation.replay import Replay

@@ -1,4 +1,4 @@
-"""What a drafter reads and misses: the lookup, the anchors it is asked at, and the parts of a fused state."""
+"""What a drafter reads and misses: the anchors it is asked at, and the parts of a fused state."""
 
 import json
 import sys
@@ -12,15 +12,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # `bench` is not part of the
 
 from bench import reading
 from hf_carryover.evaluation.replay import Replay, ReplayedResponse
-
-
-def test_the_last_earlier_place_is_looked_up():
-    ids = [5, 1, 2, 3, 1, 2, 4, 9, 1, 2]
-    assert reading.look_up(ids, 9) == 4  # the later of two places
-    assert reading.look_up(ids, 5) == 3
-    assert reading.look_up(ids, 4) is None  # 3 1 was not there before
-    assert reading.look_up(ids, 0) is None
-    assert reading.look_up([7, 7, 7], 2) == 7  # a place may overlap
 
 
 def test_rounds_are_counted_where_they_begin():
