@@ -23,7 +23,6 @@ import torch
 from hf_carryover import CarryoverDrafter
 from hf_carryover.evaluation.replay import Replay, ReplayedRound
 from hf_carryover.evaluation.summary import pipe_table
-from hf_carryover.training.verification import Branches
 
 from .along_answers import run
 
@@ -37,10 +36,7 @@ class WatchedReplay(Replay):
     verifies = True
 
     def _carry(self, recorded, streams, proposals, accepted, goes_on):
-        rows = torch.arange(1, proposals.shape[1] + 1, device=proposals.device)
-        rejected = (rows > accepted.unsqueeze(1)) & goes_on.unsqueeze(1)
-        branches = Branches(proposals, streams.sequence, streams.anchor, accepted, rejected)
-        _, predictions = self.target.verify(recorded, branches, predict=True)
+        rejected, _, predictions = self._verify(recorded, streams, proposals, accepted, goes_on, predict=True)
         return {}, aligned(predictions, rejected, accepted)
 
 

@@ -51,7 +51,7 @@ def has_adapter(drafter) -> bool:
 
 def add_adapter(drafter: CarryoverDrafter, peft_config: PeftConfig) -> CarryoverDrafter:
     """
-    Inject an adapter into a drafter, in place; all else but the carry embedding is frozen.
+    Inject an adapter into a drafter, in place; all else but what carry and looking up add is frozen.
 
     Args:
         drafter ([`CarryoverDrafter`]): The base. With `config.carry` its carry embedding is trained with the adapter.
@@ -74,7 +74,7 @@ def add_adapter(drafter: CarryoverDrafter, peft_config: PeftConfig) -> Carryover
     drafter.adapter_base = {"base": name, "base_digest": digest(drafter)}
     drafter.requires_grad_(False)
     peft.inject_adapter_in_model(peft_config, drafter)
-    for parameter in carry_tensors(drafter).values():
+    for parameter in added_tensors(drafter).values():
         parameter.requires_grad_(True)
     return drafter
 
@@ -88,7 +88,7 @@ def train_adapter(drafter: CarryoverDrafter) -> None:
     _config_of(drafter).inference_mode = False
 
 
-def carry_tensors(drafter: CarryoverDrafter) -> dict[str, torch.nn.Parameter]:
+def added_tensors(drafter: CarryoverDrafter) -> dict[str, torch.nn.Parameter]:
     """The parameters that carry and looking up add."""
     return {name: value for name, value in drafter.named_parameters() if name.startswith(ADDED)}
 
@@ -110,7 +110,7 @@ def adapter_state(drafter: CarryoverDrafter, state_dict: dict | None = None) -> 
     peft = _peft()
     state = peft.get_peft_model_state_dict(drafter, state_dict=state_dict, save_embedding_layers=False)
     source = drafter.state_dict() if state_dict is None else state_dict
-    state.update({name: source[name] for name in carry_tensors(drafter)})
+    state.update({name: source[name] for name in added_tensors(drafter)})
     return {PREFIX + name: value.detach().cpu().contiguous() for name, value in state.items()}
 
 

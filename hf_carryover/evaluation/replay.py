@@ -316,16 +316,22 @@ class Replay:
         drawn = drawn.squeeze(1) if token_ids is None else token_ids[drawn.squeeze(1)]
         return torch.where(passed, committed, drawn), passed
 
+    def _verify(self, recorded, streams: _Streams, proposals, accepted, goes_on, predict: bool):
+        """Which rows are rejected in streams that go on, the target's features there, and its predictions."""
+        rows = torch.arange(1, proposals.shape[1] + 1, device=proposals.device)
+        rejected = (rows > accepted.unsqueeze(1)) & goes_on.unsqueeze(1)
+        branches = Branches(proposals, streams.sequence, streams.anchor, accepted, rejected)
+        return rejected, *self.target.verify(recorded, branches, predict=predict)
+
     def _carry(self, recorded, streams: _Streams, proposals, accepted, goes_on) -> tuple[dict, torch.Tensor | None]:
         """The rejected rows of the streams that go on, verified by the target, and what it predicts behind them."""
         if not self.drafter.config.carry:
             return {}, None
+        config = self.drafter.config
+        token = config.carried_token
+        predict = token == "prediction" or config.points_at_carried or bool(self.observers)
+        rejected, features, predictions = self._verify(recorded, streams, proposals, accepted, goes_on, predict)
         rows = torch.arange(1, proposals.shape[1] + 1, device=proposals.device)
-        rejected = (rows > accepted.unsqueeze(1)) & goes_on.unsqueeze(1)
-        token = self.drafter.config.carried_token
-        branches = Branches(proposals, streams.sequence, streams.anchor, accepted, rejected)
-        predict = token == "prediction" or self.drafter.config.points_at_carried or bool(self.observers)
-        features, predictions = self.target.verify(recorded, branches, predict=predict)
         carried = {
             "carried_features": features,
             "carried_positions": streams.anchor.unsqueeze(1) + rows,
