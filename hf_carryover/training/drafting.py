@@ -132,36 +132,39 @@ class DraftVerifyDraft(Trainer):
 
     @torch.no_grad()
     def _fill_bank(self, batch: dict) -> None:
-        """Draft and verify the recordings of a batch that the bank does not hold."""
+        """
+        Draft and verify the recordings of a batch, and keep those that the bank does not hold. All of them, for the
+        same reason as in [`FrozenTarget.record`]: alone a recording would round differently.
+        """
         paths = self._bank_paths(batch)
         missing = [row for row, path in enumerate(paths) if not path.exists()]
         if not missing:
             return
         names = ("input_ids", "attention_mask", "response_mask", "example_index")
-        part = {name: batch[name][missing] for name in names}
-        self.add_anchors(part, step=0)
-        recorded = self.target.record(part["input_ids"], part["attention_mask"], keep_cache=True, keep_logits=False)
-        healthy = self._drop_non_finite(recorded, part["attention_mask"])
-        self.target.remember(part["input_ids"], part["attention_mask"], recorded.features)
-        sequence_index, positions = part["sequence_index"], part["anchor_positions"]
+        batch = {name: batch[name] for name in names}
+        self.add_anchors(batch, step=0)
+        recorded = self.target.record(batch["input_ids"], batch["attention_mask"], keep_cache=True, keep_logits=False)
+        healthy = self._drop_non_finite(recorded, batch["attention_mask"])
+        self.target.remember(batch["input_ids"], batch["attention_mask"], recorded.features)
+        sequence_index, positions = batch["sequence_index"], batch["anchor_positions"]
         blocks = Blocks(sequence_index, positions, healthy[sequence_index], carried={})
-        anchors = part["input_ids"][sequence_index, positions]
+        anchors = batch["input_ids"][sequence_index, positions]
         drafter = self.first_drafter
-        hidden = self._draft(drafter, recorded.features, part["input_ids"], blocks).hidden_states
-        proposals = self.propose(hidden, anchors, self.args.draft_temperature, part.get("draws"), drafter)
-        _, _, tokens, exist = self._label_weights(part, sequence_index, positions)
+        hidden = self._draft(drafter, recorded.features, batch["input_ids"], blocks).hidden_states
+        proposals = self.propose(hidden, anchors, self.args.draft_temperature, batch.get("draws"), drafter)
+        _, _, tokens, exist = self._label_weights(batch, sequence_index, positions)
         accepted = accepted_prefix(proposals, tokens, exist)
-        kept = blocks.counted & (response_runs(part["response_mask"])[sequence_index, positions] >= accepted + 2)
+        kept = blocks.counted & (response_runs(batch["response_mask"])[sequence_index, positions] >= accepted + 2)
         sequence_index, positions = sequence_index[kept], positions[kept]
         accepted, proposals = accepted[kept], proposals[kept]
         rejected = torch.arange(1, proposals.shape[1] + 1, device=proposals.device) > accepted.unsqueeze(1)
         branches = Branches(proposals, sequence_index, positions, accepted, rejected)
         features, predictions = self.target.verify(recorded, branches, predict=True)
-        for row, place in enumerate(missing):
+        for row in missing:
             own = (sequence_index == row) & torch.isfinite(features).flatten(1).all(dim=1)
             drafts = FirstDrafts(positions[own], accepted[own], proposals[own], predictions[own])
             drafts.features = features[own][rejected[own]]
-            self.bank.save(paths[place], drafts)
+            self.bank.save(paths[row], drafts)
 
     def _banked(self, batch: dict, healthy: torch.BoolTensor) -> Blocks:
         """The shifted anchors and carried rows of the first drafts in the bank."""

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..adapters import CONFIG_FILE, add_adapter, has_adapter, load_adapter_state, train_adapter
@@ -38,6 +39,7 @@ from .drafting import DraftVerifyDraft
 from .guard import StepGuard
 from .losses import acceptance_counts, acceptance_metrics, block_loss
 from .optimizers import MuonAdamW, split_for_muon
+from .order import EpochLengthGroupedSampler
 from .verification import FrozenTarget
 
 
@@ -166,6 +168,13 @@ class CarryoverTrainer(DraftVerifyDraft):
         if recordings is None or "example_index" in (getattr(recordings, "column_names", None) or ()):
             return recordings
         return prepare_recordings(recordings, self._vocab_size, name)
+
+    def _get_train_sampler(self, train_dataset=None):
+        sampler = super()._get_train_sampler(train_dataset)
+        if not isinstance(sampler, LengthGroupedSampler):
+            return sampler
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return EpochLengthGroupedSampler(sampler, seed)
 
     def get_eval_dataloader(self, eval_dataset=None):
         """Of `eval_dataset`, recordings in any form or the name of one of several, or of the trainer's own."""

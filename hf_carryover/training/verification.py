@@ -201,16 +201,19 @@ class FrozenTarget:
         return masks["sliding_attention"] if self._window() is not None else masks["full_attention"]
 
     def _cached_features(self, input_ids: torch.LongTensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """
+        Features of a batch, from disk and to it. Where one sequence is missing the whole batch is computed: alone it
+        would round differently, and a run killed between two files would not go on as if nothing was.
+        """
         lengths = attention_mask.sum(dim=1).tolist()
         paths = [self._cache_path(ids[:length]) for ids, length in zip(input_ids, lengths, strict=True)]
         kept = [load_tensors(path, "features") for path in paths]
-        missing = [i for i, tensors in enumerate(kept) if tensors is None]
-        if missing:
-            width = max(lengths[i] for i in missing)
-            new = self._run(input_ids[missing, :width], attention_mask[missing, :width]).features
-            for i, features in zip(missing, new, strict=True):
-                kept[i] = {"features": features[: lengths[i]]}
-                save_tensors(paths[i], kept[i])
+        if any(tensors is None for tensors in kept):
+            new = self._run(input_ids, attention_mask).features
+            for i, path in enumerate(paths):
+                if kept[i] is None:
+                    kept[i] = {"features": new[i, : lengths[i]]}
+                    save_tensors(path, kept[i])
         rows = [tensors["features"].to(input_ids.device) for tensors in kept]
         features = rows[0].new_zeros((len(rows), input_ids.shape[1], rows[0].shape[-1]))
         for i, row in enumerate(rows):
