@@ -11,6 +11,7 @@ compared with plain decoding of single prompts: in float32 they are equal, in ha
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from pathlib import Path
@@ -40,9 +41,9 @@ def batches(prompts: list[list[int]], size: int, pad: int, device) -> list[dict]
     return result
 
 
-def run(target, drafter, groups, new_tokens: int, pad: int, proposals: int) -> tuple[float, list[list[int]]]:
-    """Seconds for all batches, and the new tokens of every prompt."""
-    arguments: dict = {} if drafter is None else {"assistant_model": drafter, "num_assistant_tokens": proposals}
+def run(target, drafter, groups, new_tokens: int, pad: int, options: dict) -> tuple[float, list[list[int]]]:
+    """Seconds for all batches, and the new tokens of every prompt; `options` are of assisted generation."""
+    arguments: dict = {} if drafter is None else {"assistant_model": drafter, **options}
     outputs: list[list[int]] = []
     start = time.perf_counter()
     for group in groups:
@@ -78,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sizes", nargs="+", type=int, default=[1, 2, 4, 8, 16])
     parser.add_argument("--max_new_tokens", type=int, default=48)
     parser.add_argument("--proposals", nargs="+", type=int, default=[7], help="most proposals a round, one or several")
+    parser.add_argument("--confidence", nargs="+", type=float, default=[0.0], help="thresholds; 0: none")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -89,11 +91,14 @@ def main(argv: list[str] | None = None) -> int:
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=dtype).eval().to(options.device)
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     target.generation_config.eos_token_id = None
-    drafters: dict = {PLAIN: (None, 0)}
+    drafters: dict = {PLAIN: (None, {})}
     for name, folder in folders.items():
         drafter = CarryoverDrafter.from_pretrained(folder, dtype=dtype).eval().to(options.device)
         # The more sequences, the more a proposal that is rejected costs: a batch may want fewer of them.
-        drafters.update({f"{name}, {count} proposals": (drafter, count) for count in options.proposals})
+        for count, least in itertools.product(options.proposals, options.confidence):
+            case = {"num_assistant_tokens": count, "assistant_confidence_threshold": least}
+            sure = f", unless below {least}" if least else ""
+            drafters[f"{name}, {count} proposals{sure}"] = (drafter, case)
     items = choose_evenly(load_items(options.prompts, options.num_prompts), options.num_prompts)
     prompts = [encode(tokenizer, item.segments[0], item.tools, "cpu")["input_ids"][0].tolist() for item in items]
     pad = tokenizer.pad_token_id or 0

@@ -25,10 +25,10 @@ from torch import nn
 
 from bench.draft_step import DRAFTER_SHAPE, MASK_TOKEN_ID, random_target
 from hf_carryover import CarryoverDrafter, drafter_from_target
-from hf_carryover.compiled import argmax_proposals
 from hf_carryover.evaluation.bootstrap import median_estimate
 from hf_carryover.evaluation.machine import describe_machine, provenance
 from hf_carryover.modeling_carryover import CarryoverCache
+from hf_carryover.proposals import argmax_proposals
 from hf_carryover.target import TargetHead
 
 

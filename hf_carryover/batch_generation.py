@@ -33,10 +33,10 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput, _speculative_sampling
 
 from .batch_cache import BatchCache
-from .compiled import argmax_proposals
 from .generation import CarryoverCandidateGenerator, GenerationReport, cached_tokens
 from .lookup import carried_hints, lookup_hints
 from .modeling_carryover import CarryoverDrafter
+from .proposals import argmax_proposals, confident_proposals
 from .target import gather_features, text_config
 
 
@@ -306,7 +306,11 @@ class BatchDecoding:
         base = drafter.logits(hidden.to(head.weight.device), head.weight, head.bias).float()
         if generator.needs_logits or generator.logits_processor:
             return self._draw_processed(active, base, limits)
-        drawn = argmax_proposals(drafter, base, anchor_ids, head.token_ids).tolist()
+        drawn = argmax_proposals(drafter, base, anchor_ids, head.token_ids)
+        if generator.confidence_threshold is not None:
+            sure = confident_proposals(drafter, base, drawn, anchor_ids, generator.confidence_threshold)
+            limits = [min(pair) for pair in zip(limits, sure.tolist())]
+        drawn = drawn.tolist()
         return [tokens[:limit] for tokens, limit in zip(drawn, limits)], [None] * len(active)
 
     def _hints(self, active: list[_Sequence]) -> dict:

@@ -25,6 +25,7 @@ from packaging.version import Version
 from torch import nn
 
 from .modeling_carryover import CarryoverCache, CarryoverDrafter
+from .proposals import argmax_proposals
 from .target import TargetHead
 
 
@@ -34,32 +35,6 @@ _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 # By itself torch counts the graphs of all drafters of a process together, and stops compiling at the eighth. Older
 # versions have no way out; this can go when 2.13 is the oldest.
 _ISOLATED = {"isolate_recompiles": True} if Version(torch.__version__).release >= (2, 13) else {}
-
-
-def argmax_proposals(drafter: CarryoverDrafter, base: torch.Tensor, anchor_ids: torch.LongTensor, token_ids):
-    """
-    Greedy proposals when nothing but the Markov bias changes the logits: `y_k = argmax(base_k + W2 · W1[y_{k-1}])`.
-
-    Args:
-        drafter ([`CarryoverDrafter`]): The drafter.
-        base (`torch.Tensor` of shape `(batch_size, proposals, output_vocab_size)`): Logits without Markov bias.
-        anchor_ids (`torch.LongTensor` of shape `(batch_size,)`): `y_0`, target ids.
-        token_ids (`torch.LongTensor` of shape `(output_vocab_size,)`, *optional*): Target ids of a draft vocabulary.
-
-    Returns:
-        `torch.LongTensor` of shape `(batch_size, proposals)`: target ids.
-    """
-    if drafter.markov_head is None:
-        tokens = base.argmax(dim=-1)
-        return tokens if token_ids is None else token_ids[tokens]
-    drawn, previous = [], anchor_ids
-    for rows in base.unbind(dim=1):
-        # In the dtype of the rows: a sum of two dtypes takes several times as long on CPU.
-        bias = drafter.markov_head(previous.to(drafter.device)).to(rows)
-        token = (rows + bias).argmax(dim=-1)
-        previous = token if token_ids is None else token_ids[token]
-        drawn.append(previous)
-    return torch.stack(drawn, dim=1)
 
 
 class _StepMemory:
@@ -310,4 +285,4 @@ def _compiled_draft(fixed_shapes: bool | None, options: dict) -> CompiledDraft:
     return CompiledDraft(fixed_shapes, **options)
 
 
-__all__ = ["CompiledDraft", "DraftStep", "FixedCache", "argmax_proposals"]
+__all__ = ["CompiledDraft", "DraftStep", "FixedCache"]

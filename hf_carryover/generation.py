@@ -17,9 +17,10 @@ import torch
 from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from .compiled import CompiledDraft, argmax_proposals
+from .compiled import CompiledDraft
 from .lookup import carried_hints, lookup_hints
 from .modeling_carryover import CarryoverCache, CarryoverDrafter
+from .proposals import argmax_proposals, confidence_threshold, confident_proposals, proposals_per_round
 from .stopping import ScoreTap
 from .target import PositionLimit, TargetHead, gather_features, hidden_state_indices
 from .timing import new_clock
@@ -147,7 +148,8 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         # Without an ensemble weight the greedy verifier compares tokens and needs no logits.
         self.needs_logits = self.do_sample or generation_config.assistant_ensemble_weight is not None
         self.max_length = generation_config.max_length
-        self.num_proposals = _proposals_per_round(drafter, generation_config)
+        self.num_proposals = proposals_per_round(drafter, generation_config)
+        self.confidence_threshold = confidence_threshold(generation_config)
         self.attention_mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
         self.position_limit = PositionLimit(target)
         # A user who asks for hidden states gets them all; otherwise only the tapped layers are kept.
@@ -348,9 +350,12 @@ class CarryoverCandidateGenerator(CandidateGenerator):
         self._lap("draft")
         if not draw:
             return self.draw_processed(input_ids, base)
-        if tokens is None:
-            with torch.no_grad():
+        with torch.no_grad():
+            if tokens is None:
                 tokens = argmax_proposals(self.drafter, base[None], input_ids[0, -1:], self.head.token_ids)[0]
+            if self.confidence_threshold is not None:
+                anchor, threshold = input_ids[0, -1:], self.confidence_threshold
+                tokens = tokens[: int(confident_proposals(self.drafter, base[None], tokens[None], anchor, threshold))]
         return torch.cat([input_ids, tokens.unsqueeze(0).to(input_ids.device)], dim=1), None
 
     @torch.no_grad()
@@ -419,6 +424,8 @@ class CarryoverCandidateGenerator(CandidateGenerator):
                     scores = torch.full_like(scores, float("-inf")).scatter_(1, token, 0.0)
             candidates = torch.cat([candidates, token], dim=1)
             kept.append(scores)
+            if self.confidence_threshold is not None and float(q[0, token]) < self.confidence_threshold:
+                break
         logits = torch.stack(kept, dim=1) if kept and self.needs_logits else None
         return candidates, logits
 
@@ -428,18 +435,6 @@ def cached_tokens(model_kwargs: dict) -> int:
     # Found by what it is: its name is `past_key_values` up to transformers 5.23, and `cache` from 5.24 on.
     cache = next((value for value in model_kwargs.values() if isinstance(value, Cache)), None)
     return 0 if cache is None else int(cache.get_seq_length())
-
-
-def _proposals_per_round(drafter: CarryoverDrafter, generation_config: GenerationConfig) -> int:
-    """`block_size`, or fewer when this call sets `num_assistant_tokens` (the library's default counts as unset)."""
-    block_size = drafter.config.block_size
-    wanted = generation_config.num_assistant_tokens
-    default = GenerationConfig._get_default_generation_params().get("num_assistant_tokens")
-    if wanted is None or wanted == default:
-        return block_size
-    if wanted < 1:
-        raise ValueError(f"`num_assistant_tokens` must be at least 1, got {wanted}.")
-    return min(block_size, int(wanted))
 
 
 __all__ = ["CarryoverCandidateGenerator", "GenerationReport"]

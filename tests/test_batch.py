@@ -61,16 +61,18 @@ def test_greedy_outputs_of_every_family(family):
 
 @pytest.mark.compat
 @pytest.mark.parametrize("carry_from", [None, "states", "predictions", "proposals", "states_and_predictions"])
-def test_rounds_are_those_of_single_runs(carry_from):
+@pytest.mark.parametrize("options", [{}, {"assistant_confidence_threshold": 0.2}], ids=["all", "sure"])
+def test_rounds_are_those_of_single_runs(carry_from, options):
     """Not the tokens alone: acceptance and carried rows of each sequence, round by round."""
     target = tiny_llama()
     carry = {"carry": False} if carry_from is None else {"carry_from": carry_from}
-    drafter = tiny_drafter(target, block_size=4, markov_rank=4, **carry)
+    drafter = tiny_drafter(target, block_size=4, markov_rank=4, std=0.5, **carry)
     batch = prompts(9, 4, 12, 7)
-    report = check(target, drafter, batch)
+    report = check(target, drafter, batch, **options)
+    assert ({mine.proposed[0] for mine in report.sequences} == {4}) == (options == {})
     for row, mine in enumerate(report.sequences):
         ids = batch["input_ids"][row][batch["attention_mask"][row].bool()][None]
-        assisted(target, ids, drafter, max_new_tokens=NEW)
+        assisted(target, ids, drafter, max_new_tokens=NEW, **options)
         single = drafter.last_report
         for name in ("proposed", "accepted", "committed"):
             assert getattr(mine, name) == getattr(single, name), (row, name)
@@ -204,13 +206,14 @@ def test_custom_stopping_criteria_see_every_prefix():
 @pytest.mark.compat
 @pytest.mark.parametrize(
     "options",
-    [{}, {"draft_sampling": "argmax"}, {"lookup_ngram_size": 2, "carry_pointer": True}],
-    ids=["sample", "argmax", "pointer"],
+    [{}, {"draft_sampling": "argmax"}, {"lookup_ngram_size": 2, "carry_pointer": True}, {"std": 1.5}],
+    ids=["sample", "argmax", "pointer", "unsure"],
 )
 def test_sampled_tokens_have_the_targets_distribution(options):
     """
     First two new tokens of 2 x 2500 sampled sequences against exact enumeration; chi-square below its 99.99 % point.
     """
+    threshold = {"assistant_confidence_threshold": 0.3} if "std" in options else {}
     target = tiny_llama(vocab_size=8)
     drafter = tiny_drafter(target, block_size=3, mask_token_id=None, **options)
     batch = prompts(5, 3, vocab=8)
@@ -218,7 +221,7 @@ def test_sampled_tokens_have_the_targets_distribution(options):
     torch.manual_seed(0)
     many = {name: value.repeat_interleave(count, dim=0) for name, value in batch.items()}
     output = target.generate(
-        **many, assistant_model=drafter, do_sample=True, top_k=0, temperature=1.0, max_new_tokens=3, pad_token_id=PAD
+        **many, assistant_model=drafter, do_sample=True, top_k=0, max_new_tokens=3, pad_token_id=PAD, **threshold
     )[:, 5:]
     for row in range(2):
         ids = batch["input_ids"][row][batch["attention_mask"][row].bool()]

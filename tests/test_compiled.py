@@ -86,7 +86,13 @@ def test_it_proposes_the_same(name, fixed, monkeypatch):
 @pytest.mark.parametrize(("name", "fixed"), [("markov", False), ("no-carry", True)])
 @pytest.mark.parametrize(
     "options",
-    [{"num_assistant_tokens": 2}, {"max_new_tokens": 7}, {"repetition_penalty": 1.3}, {"do_sample": True}],
+    [
+        {"num_assistant_tokens": 2},
+        {"assistant_confidence_threshold": 0.2},
+        {"max_new_tokens": 7},
+        {"repetition_penalty": 1.3},
+        {"do_sample": True},
+    ],
     ids=lambda options: next(iter(options)),
 )
 def test_with_the_options_of_a_call(options, name, fixed, monkeypatch):

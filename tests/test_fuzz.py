@@ -110,6 +110,7 @@ OPTIONS = {
     "suppress_tokens": st.lists(st.integers(0, 60), min_size=1, max_size=30),
     "min_new_tokens": st.integers(1, 6),
     "num_assistant_tokens": st.integers(1, 15),
+    "assistant_confidence_threshold": st.sampled_from([0.02, 0.1, 0.5, 1.0]),
     "sequence_bias": st.sampled_from([[[[5], 3.0], [[5, 6], 4.0]]]),
     "forced_eos_token_id": st.integers(61, 63),  # none that is forbidden, which the library refuses
     "sampled": st.sampled_from([0.05, 1.0, 3.0]),  # temperature of a draw among one token

@@ -24,6 +24,8 @@ from transformers import (
     WatermarkingConfig,
 )
 
+from hf_carryover.generation import CarryoverCandidateGenerator
+
 
 B = 4
 NEW = 24
@@ -196,6 +198,49 @@ def test_num_assistant_tokens_shortens_the_block_for_one_call(target):
     assert getattr(drafter, "generation_config", None) == assistant_config
     with pytest.raises(ValueError, match=r"`num_assistant_tokens` must be at least 1, got 0"):
         assisted(target, prompt_ids(), drafter, max_new_tokens=NEW, num_assistant_tokens=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"markov_rank": 4}, {"markov_rank": 4, "carry": False}], ids=str)
+def test_a_block_ends_behind_the_first_unsure_proposal(target, options, monkeypatch):
+    """`assistant_confidence_threshold`, for one call; the unsure proposal is verified too, as in transformers."""
+    drafter = tiny_drafter(target, block_size=7, std=0.5, **options)
+    text = plain(target, prompt_ids(), max_new_tokens=NEW).tolist()
+    seen, original = [], CarryoverCandidateGenerator._base_logits
+
+    def watch(self, *args):
+        base, tokens = original(self, *args)
+        seen.append((base.clone(), args[0][0, -1:]))
+        return base, tokens
+
+    monkeypatch.setattr(CarryoverCandidateGenerator, "_base_logits", watch)
+    counts = {}
+    for threshold in (None, 0.0, 1e-9, 0.1, 0.2, 1.0):
+        seen.clear()
+        value = {} if threshold is None else {"assistant_confidence_threshold": threshold}
+        assert assisted(target, prompt_ids(), drafter, max_new_tokens=NEW, **value).tolist() == text
+        counts[threshold] = list(drafter.last_report.proposed)
+        for proposed, (base, anchor) in zip(counts[threshold], seen):
+            expected, previous = 0, anchor
+            for row in base:  # one by one, as drawn
+                logits = row if drafter.markov_head is None else row + drafter.markov_head(previous)[0]
+                expected, previous = expected + 1, logits.argmax().view(1)
+                if float(logits.softmax(dim=-1).max()) < (threshold or 0.0):
+                    break
+            assert proposed == expected
+    assert counts[None] == counts[0.0] == counts[1e-9] and max(counts[None]) == 7
+    assert set(counts[1.0]) <= {0, 1}  # 0: the last token needs none
+    assert len(set(counts[0.1])) > 2 and counts[0.1] != counts[0.2]
+
+
+def test_the_librarys_threshold_counts_as_unset(target):
+    """As with `num_assistant_tokens`, 0.4 can't be told from nothing."""
+    default = GenerationConfig._get_default_generation_params()["assistant_confidence_threshold"]
+    drafter = tiny_drafter(target, block_size=7)
+    assisted(target, prompt_ids(), drafter, max_new_tokens=NEW, assistant_confidence_threshold=default)
+    assert drafter.last_report.proposed[0] == 7
+    for wrong in (-0.1, 1.5):
+        with pytest.raises(ValueError, match=f"`assistant_confidence_threshold` must be a probability.*got {wrong}"):
+            assisted(target, prompt_ids(), drafter, max_new_tokens=NEW, assistant_confidence_threshold=wrong)
 
 
 def test_streamer_gets_the_ids_of_the_sequences(target, text):

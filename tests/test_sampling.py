@@ -141,6 +141,23 @@ def test_distribution_with_many_draws(options, drafter_options):
     check_distribution(soft_drafter(**drafter_options), options, draws=2000)
 
 
+UNSURE = {"assistant_confidence_threshold": 0.3}
+
+
+@pytest.mark.parametrize(
+    "drafter_options", [{"markov_rank": 2}, {"draft_sampling": "argmax"}], ids=lambda options: next(iter(options))
+)
+def test_distribution_of_blocks_that_end_where_the_drafter_is_unsure(drafter_options):
+    """How long a block is depends on what was drawn; the last token drawn is verified whatever it is."""
+    drafter = soft_drafter(block_size=3, std=1.5, **drafter_options)
+    lengths = set()
+    for _ in range(20):
+        soft_target().generate(PROMPT, assistant_model=drafter, do_sample=True, top_k=0, max_new_tokens=9, **UNSURE)
+        lengths |= set(drafter.last_report.proposed)
+    assert {1, 2, 3} <= lengths
+    check_distribution(drafter, {}, 800, **UNSURE)
+
+
 @pytest.mark.slow
 def test_wrong_q_is_detected(monkeypatch):
     """The test above has the power it needs: logits that are not those drawn from, as R3 reports them, fail it."""

@@ -51,8 +51,8 @@ def test_batches_give_the_tokens_of_single_prompts():
     target = tiny_llama()
     drafter = tiny_drafter(target)
     prompts = [[5, 6, 7], [8], [9, 9]]
-    _, single = batch.run(target, None, batch.batches(prompts, 1, 0, "cpu"), 6, 0, 0)
-    _, together = batch.run(target, drafter, batch.batches(prompts, 3, 0, "cpu"), 6, 0, 7)
+    _, single = batch.run(target, None, batch.batches(prompts, 1, 0, "cpu"), 6, 0, {})
+    _, together = batch.run(target, drafter, batch.batches(prompts, 3, 0, "cpu"), 6, 0, {"num_assistant_tokens": 2})
     assert together == single
 
 
