@@ -145,6 +145,28 @@ def scaling() -> str | None:
     return pipe_table(["steps of 256 anchors", "τ control", "τ carryover", "gain"], body)
 
 
+# Further trainings of the pair that looks up and points, of `smollm2-lookup-seeds.json`: `control-N`, `carryover-N`.
+SEEDS = (1, 2)
+
+
+def seeds() -> str | None:
+    """The gain of the pair that looks up by training, and the mean of all of them."""
+    first, others = load("smollm2-lookup-replay.json"), load("smollm2-lookup-seeds.json")
+    if first is None or others is None:
+        return None
+    body = []
+    for kind, systems in others["results"].items():
+        means = Acceptance({**first["results"][kind], **systems}, (HELD_OUT,))
+        pairs = [("carryover", "control"), *((f"carryover-{seed}", f"control-{seed}") for seed in SEEDS)]
+        for number, (carryover, control) in enumerate(pairs):
+            taus = [cell(means.estimate(key, MEAN).to_dict()) for key in (control, carryover)]
+            gain = cell(means.change(carryover, control, MEAN).to_dict(), "{:+.1%}")
+            body.append([kind.partition(":")[0], str(number), *taus, gain])
+        together = cell(means.mean_change(pairs, MEAN).to_dict(), "{:+.1%}")
+        body.append([kind.partition(":")[0], "mean", "", "", together])
+    return pipe_table(["answers", "training", "τ control", "τ carryover", "gain"], body)
+
+
 def reach(analysis: dict | None, replay: dict | None) -> str | None:
     """What a gain would take: re-converged rows against τ over the sets, and where the paper's share lies on it."""
     if analysis is None or replay is None:
@@ -267,6 +289,7 @@ def sections() -> dict[str, str | None]:
         "markov": acceptance("smollm2-markov-replay.json"),
         "dflash": acceptance("smollm2-dflash-replay.json"),
         "scaling": scaling(),
+        "lookup-seeds": seeds(),
         "reach": reach(analysis, load("smollm2-markov-replay.json")),
         "adapter": adapter(),
         "probe": probe(),

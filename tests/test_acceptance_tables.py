@@ -36,6 +36,19 @@ def test_micro_average_in_a_set_and_mean_over_sets():
     assert table.by_position("control", CONTROL, most=2) == [pytest.approx(4 / 6), pytest.approx(1 / 4)]
 
 
+def test_mean_over_trainings():
+    """Its value is the mean; its interval covers the spread of trainings, which those of the prompts do not."""
+    better = [response("a-0", [2]), response("a-1", [3, 3]), response("b-0", [4])]
+    table = acceptance.Acceptance({"control": CONTROL, "carry": CARRY, "again": better})
+    pairs = [("carry", "control"), ("again", "control")]
+    one, other = (table.change(*pair, acceptance.MEAN) for pair in pairs)
+    mean = table.mean_change(pairs, acceptance.MEAN)
+    assert mean.value == pytest.approx((one.value + other.value) / 2)
+    assert mean.low <= min(one.value, other.value) and mean.high >= max(one.value, other.value)
+    alone = table.mean_change(pairs[:1], acceptance.MEAN)
+    assert (alone.value, alone.low, alone.high) == pytest.approx((one.value, one.low, one.high))
+
+
 def test_other_responses_are_refused():
     with pytest.raises(ValueError, match="were not measured on the same responses"):
         acceptance.Acceptance({"control": CONTROL, "carry": CARRY[:2]})

@@ -127,6 +127,21 @@ def test_rounds_without_a_draft_are_stored_too():
         torch.testing.assert_close(hidden, from_scratch(drafter, rounds, r), atol=1e-4, rtol=1e-4)
 
 
+def test_blocks_that_ended_where_the_drafter_was_unsure():
+    """R14: what is carried is what was drafted less what was accepted, also when less was drafted."""
+    target = tiny_target("llama")
+    text = plain(target, prompt_ids(), max_new_tokens=40)
+    drafter = tiny_drafter(target, block_size=B, std=0.5)
+    rounds, threshold = record(drafter), {"assistant_confidence_threshold": 0.2}
+    assert assisted(target, prompt_ids(), drafter, max_new_tokens=40, **threshold).tolist() == text.tolist()
+    report = drafter.last_report
+    assert set(report.proposed[:-B]) >= {1, 2, B}
+    rejected = [proposed - accepted for proposed, accepted in zip(report.proposed, report.accepted)]
+    assert report.carried == [0, *rejected[:-1]]
+    for r, hidden in enumerate(rounds.hidden):
+        torch.testing.assert_close(hidden, from_scratch(drafter, rounds, r), atol=1e-4, rtol=1e-4)
+
+
 def test_carried_rows_matter():
     """The comparison above can fail: without the carried rows the states differ."""
     target = tiny_target("llama")

@@ -537,6 +537,7 @@ REFUSED = [
     pytest.param({"draft_temperature": -1.0}, {}, "must not be negative, got -1.0", id="temperature"),
     pytest.param({"stage": "baseline", "draft_temperature": 1.0}, {}, "is of the first draft", id="no-first-draft"),
     pytest.param({"label_smoothing_factor": 0.1}, {}, "is not supported, got 0.1", id="label-smoothing"),
+    pytest.param({"neftune_noise_alpha": 5.0}, {}, "`neftune_noise_alpha` is not supported, got 5.0", id="neftune"),
     pytest.param({"bf16_full_eval": True}, {}, "would round the float32 master weights", id="full-eval"),
     pytest.param(
         {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}}, {},

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from .analysis import prompt_set
-from .bootstrap import Estimate, PairedBootstrap, ratio
+from .bootstrap import Estimate, PairedBootstrap, percentiles, ratio
 from .summary import MEAN
 
 
@@ -56,6 +56,21 @@ class Acceptance:
     def change(self, system: str, against: str, group: str) -> Estimate:
         """Relative change of τ with its interval."""
         return self.bootstrap(lambda w: self.tau(w, system, group) / self.tau(w, against, group) - 1)
+
+    def mean_change(self, pairs: list[tuple[str, str]], group: str, seed: int = 0) -> Estimate:
+        """
+        Mean of [`~Acceptance.change`] over `(system, against)` of several trainings. The interval resamples prompts, and
+        trainings too: it covers what another seed would have given, as far as so few of them can tell.
+        """
+
+        def gains(weights: np.ndarray) -> np.ndarray:
+            taus = ((self.tau(weights, system, group), self.tau(weights, against, group)) for system, against in pairs)
+            return np.stack([mine / theirs - 1 for mine, theirs in taus], axis=1)
+
+        resampled = gains(self.bootstrap.weights)
+        chosen = np.random.default_rng(seed).integers(len(pairs), size=resampled.shape)
+        value = gains(np.ones((1, self.bootstrap.num_prompts))).mean()
+        return Estimate(float(value), *percentiles(np.take_along_axis(resampled, chosen, axis=1).mean(axis=1)))
 
     def by_position(self, system: str, responses: list[dict], most: int = 7) -> list[float]:
         """`α_k`, over all responses."""

@@ -177,6 +177,11 @@ class CarryoverTrainingArguments(TrainingArguments):
                 f"`label_smoothing_factor` is not supported, got {self.label_smoothing_factor}. `alpha_tv` learns "
                 "from the target's whole distribution."
             )
+        if self.neftune_noise_alpha is not None:
+            raise ValueError(
+                f"`neftune_noise_alpha` is not supported, got {self.neftune_noise_alpha}: it adds noise to a model's "
+                "token embeddings, and a drafter has none, it reads the frozen target's. Leave it out."
+            )
         if self.bf16_full_eval or self.fp16_full_eval:
             raise ValueError(
                 "`bf16_full_eval` and `fp16_full_eval` would round the float32 master weights. Use `bf16=True` or "
