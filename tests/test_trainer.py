@@ -140,6 +140,17 @@ def test_resumed_run_equals_the_uninterrupted_one(target, tmp_path, kwargs):
         assert torch.equal(weight, weights_of(drafter)[name]), name
 
 
+@pytest.mark.parametrize(("kind", "tokens"), [("no", 0), ("non_padding", 14 + 20 + 9 + 17), ("all", 2 * 20 + 2 * 17)])
+def test_tokens_seen_are_those_of_the_recordings(target, tmp_path, kind, tokens):
+    """In order, two at a time, padded to the longer one."""
+    trainer = make_trainer(
+        target, tiny_drafter(target), tmp_path, random_rows([14, 20, 9, 17]), per_device_train_batch_size=2,
+        max_steps=2, train_sampling_strategy="sequential", include_num_input_tokens_seen=kind,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.num_input_tokens_seen == tokens
+
+
 def test_evaluation_changes_no_training(target, tmp_path):
     """Not the random state either: sampled first drafts have draws of their own."""
     plain = train(target, tmp_path, draft_temperature=1.0)

@@ -59,8 +59,8 @@ class Acceptance:
 
     def mean_change(self, pairs: list[tuple[str, str]], group: str, seed: int = 0) -> Estimate:
         """
-        Mean of [`~Acceptance.change`] over `(system, against)` of several trainings. The interval resamples prompts, and
-        trainings too: it covers what another seed would have given, as far as so few of them can tell.
+        Mean of [`~Acceptance.change`] over `(system, against)` of several trainings. The interval resamples prompts
+        and trainings: it covers what another seed would have given, as far as so few of them can tell.
         """
 
         def gains(weights: np.ndarray) -> np.ndarray:

@@ -392,6 +392,14 @@ class CarryoverTrainer(DraftVerifyDraft):
     def _sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(value, reduction="sum") if self.args.world_size > 1 else value
 
+    def _track_num_input_tokens(self, inputs: dict) -> None:
+        """Tokens of the recordings: transformers looks for the drafter's own input, embeddings of anchors."""
+        if self.args.include_num_input_tokens_seen != "no":
+            mask = inputs["attention_mask"]
+            real = self.args.include_num_input_tokens_seen == "non_padding"
+            tokens = mask.sum() if real else mask.new_tensor(mask.numel())
+            self.state.num_input_tokens_seen += int(self._sum_over_processes(tokens))
+
     # Anchors and normalisation
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
