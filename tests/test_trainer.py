@@ -140,6 +140,27 @@ def test_resumed_run_equals_the_uninterrupted_one(target, tmp_path, kwargs):
         assert torch.equal(weight, weights_of(drafter)[name]), name
 
 
+@pytest.mark.compat
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5])
+def test_a_finished_run_is_resumed_without_a_step(target, tmp_path, steps):
+    """Two steps an epoch: done within one or behind one, with a rate that would show a step too many."""
+    options = {"per_device_train_batch_size": 2, "max_steps": steps, "lr_scheduler_type": "constant"}
+
+    def make(**kwargs):
+        rows, drafter = random_rows([14, 20, 9, 17]), tiny_drafter(target)
+        return make_trainer(target, drafter, tmp_path, rows, **{**options, "save_strategy": "steps", **kwargs})
+
+    whole = make(save_steps=1)
+    whole.train()
+    for more in ({}, {"max_steps": 1}):
+        again = make(**more)
+        again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{steps}"))
+        assert again.state.global_step == steps
+        assert losses_of(again) == losses_of(whole)
+        before, after = weights_of(whole.drafter), weights_of(again.drafter)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 @pytest.mark.parametrize(("kind", "tokens"), [("no", 0), ("non_padding", 14 + 20 + 9 + 17), ("all", 2 * 20 + 2 * 17)])
 def test_tokens_seen_are_those_of_the_recordings(target, tmp_path, kind, tokens):
     """In order, two at a time, padded to the longer one."""

@@ -407,6 +407,10 @@ class CarryoverTrainer(DraftVerifyDraft):
         The micro batches of one step with their anchors, and the sum of label weights over all of them and all
         processes: dividing by it makes accumulation and data parallelism equal to one full batch.
         """
+        if self.state.global_step >= self.state.max_steps:
+            # A finished run that is resumed within an epoch: the loop asks whether it is done behind a step only.
+            self.control.should_training_stop = True
+            return [], None
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         total = torch.zeros((), device=device)
         # What is kept on disk is kept for one choice of anchors.
