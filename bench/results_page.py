@@ -192,7 +192,7 @@ def reach(analysis: dict | None, replay: dict | None) -> str | None:
 def speed() -> dict[str, str | None]:
     """Tables of the draft step against its peers, of batches, and of the training step."""
     step, training = load("draft_step.json"), load("training.json")
-    batches = {name: load(f"{name}.json") for name in ("batch", "batch-long")}
+    batches = {name: load(f"{name}.json") for name in ("batch", "batch-long", "confidence")}
     anchors = 0 if training is None else training["arguments"]["responses"] * training["arguments"]["anchors"]
     return {
         "peers": None if step is None else draft_step.table(step["results"]),
