@@ -55,7 +55,10 @@ class Acceptance:
 
     def change(self, system: str, against: str, group: str) -> Estimate:
         """Relative change of τ with its interval."""
-        return self.bootstrap(lambda w: self.tau(w, system, group) / self.tau(w, against, group) - 1)
+        return self.bootstrap(lambda w: self._change(w, system, against, group))
+
+    def _change(self, weights: np.ndarray, system: str, against: str, group: str) -> np.ndarray:
+        return self.tau(weights, system, group) / self.tau(weights, against, group) - 1
 
     def mean_change(self, pairs: list[tuple[str, str]], group: str, seed: int = 0) -> Estimate:
         """
@@ -64,8 +67,7 @@ class Acceptance:
         """
 
         def gains(weights: np.ndarray) -> np.ndarray:
-            taus = ((self.tau(weights, system, group), self.tau(weights, against, group)) for system, against in pairs)
-            return np.stack([mine / theirs - 1 for mine, theirs in taus], axis=1)
+            return np.stack([self._change(weights, *pair, group) for pair in pairs], axis=1)
 
         resampled = gains(self.bootstrap.weights)
         chosen = np.random.default_rng(seed).integers(len(pairs), size=resampled.shape)
